@@ -1,0 +1,245 @@
+"""``DeepSpeed``: which of Composer's events does what. Start reading here.
+
+Composer's loop, with what this algorithm does in it::
+
+    Trainer(...)
+        INIT                    all settings are compared: one plan, or one error with all conflicts
+        BEFORE_LOAD             the engine is built; faces take the places of state.model and state.optimizers
+        (a checkpoint is loaded, through the faces)
+        (DistributedDataParallel is offered a model without parameters, and leaves it alone)
+    Trainer.fit()
+        FIT_START               the block that says what will be run is logged
+        for batch in dataloader:
+            optimizer.step(closure)                 the optimizer face
+                BEFORE_TRAIN_BATCH                  buffers are taken from rank 0
+                for microbatch in batch:
+                    BEFORE_FORWARD
+                    outputs = model(microbatch)     the model face: through the engine
+                    loss = model.loss(...) * the microbatch's share of the batch
+                    loss.backward()                 the engine reduces and partitions gradients
+                    AFTER_BACKWARD                  stale gradient buffers are cleared
+                ds_engine.step()                    the one accumulation boundary
+    Trainer.close()             the engine is taken down
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Algorithm, Callback
+from composer.core import Event, State
+from composer.loggers import Logger
+from composer.utils import dist, ensure_tuple
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_ds.autocast import autocast_inside
+from composer_ds.block import block_of
+from composer_ds.ds_config import read_ds_config
+from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
+from composer_ds.errors import ConfigError
+from composer_ds.faces import ModelFace, model_face, optimizer_face
+from composer_ds.gradients import GradientTracker
+from composer_ds.microbatches import EvenMicrobatches
+from composer_ds.ownership import Plan, Settings, TrainerFacts, check_settings, make_plan
+from composer_ds.partitioned_optimizer import partitioned_optimizer
+from composer_ds.partitions import Partitions, full_numel
+
+__all__ = ['DeepSpeed']
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeed(Algorithm):
+    """Trains the Trainer's model with DeepSpeed's ZeRO.
+
+    Give it to ``Trainer(algorithms=[DeepSpeed(zero_stage=2)])`` and leave the rest of the Trainer as it is: the batch of
+    the dataloader is one optimizer step, ``device_train_microbatch_size`` cuts it in microbatches, Composer's schedulers,
+    checkpoints, evaluation and loggers work as ever. The weights after every optimizer step are those of plain Composer.
+
+    Args:
+        zero_stage (int): What is partitioned over the ranks: 1 the optimizer state, 2 the gradients, too, 3 the weights,
+            too. 0 is run as 1. Default: 2.
+        offload_optimizer (str | None): ``'cpu'`` keeps master weights and optimizer state in host memory. Default: None.
+        offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
+        ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a JSON
+            or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
+
+    Raises:
+        ConfigError: When a setting is not allowed (all problems at once); conflicts with the Trainer's arguments are
+            raised from ``Trainer(...)``.
+        EnvironmentProblem: When deepspeed or a compiler is missing.
+    """
+
+    def __init__(
+        self,
+        zero_stage: int = 2,
+        offload_optimizer: str | None = None,
+        offload_param: str | None = None,
+        ds_config: Mapping[str, Any] | str | Path | None = None,
+    ):
+        self.settings = Settings(zero_stage, offload_optimizer, offload_param, read_ds_config(ds_config))
+        check_settings(self.settings)
+        check_environment()
+        self.plan: Plan | None = None
+        self.ds_engine = None
+        """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
+        self._handlers = {
+            Event.INIT: self._init,
+            Event.BEFORE_LOAD: self._before_load,
+            Event.FIT_START: self._fit_start,
+            Event.BEFORE_TRAIN_BATCH: self._before_train_batch,
+            Event.BEFORE_FORWARD: self._before_forward,
+            Event.AFTER_BACKWARD: self._after_backward,
+        }
+
+    def match(self, event: Event, state: State) -> bool:
+        """Say which events this algorithm acts on. Called by Composer on every event, on every rank.
+
+        Args:
+            event (Event): The event.
+            state (State): Composer's state.
+
+        Returns:
+            bool: Whether :meth:`apply` is to be called.
+        """
+        return event in self._handlers
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Act on an event. Collective: Composer calls it on every rank.
+
+        Args:
+            event (Event): The event.
+            state (State): Composer's state, in which the faces are put.
+            logger (Logger): Composer's logger.
+        """
+        self._handlers[event](state, logger)
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Say that a checkpoint may be loaded without this algorithm: it is an ordinary Composer checkpoint.
+
+        Returns:
+            bool: False.
+        """
+        return False
+
+    def _init(self, state: State, logger: Logger) -> None:
+        if self.ds_engine is not None:
+            raise ConfigError('This DeepSpeed instance already belongs to a Trainer; make a new one for each Trainer.')
+        self.plan = make_plan(self.settings, _facts(state))
+        for note in self.plan.notes:
+            _announce(note)
+        # The Trainer itself starts no process group on one rank.
+        dist.initialize_dist(state.device)
+        state.callbacks.append(_EngineCloser(self))
+
+    def _before_load(self, state: State, logger: Logger) -> None:
+        assert self.plan is not None
+        model, client = state.model, ensure_tuple(state.optimizers)[0]
+        held = {parameter for group in client.param_groups for parameter in group['params']}
+        names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        names = {parameter: name for parameter, name in names.items() if parameter in held}
+        optimizer = partitioned_optimizer(client)
+        self.ds_engine = build_engine(model, optimizer, self.plan.ds_config)
+        broadcast_buffers(model)
+        partitions = Partitions(self.ds_engine, names)
+        optimizer.bind(partitions)
+        self._gradients = GradientTracker(partitions)
+        self._even_microbatches = EvenMicrobatches(state, self.plan.zero_stage)
+        self._autocast_handles = autocast_inside(model, state.precision) if self.plan.ds_config.get('bf16') else []
+        state.model = model_face(model, self.ds_engine, partitions)
+        state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
+
+    def _fit_start(self, state: State, logger: Logger) -> None:
+        assert self.plan is not None
+        _check_still_ours(state, self.plan)
+        block = block_of(self.plan, state)  # collective: the ranks' batch sizes are added up
+        if dist.get_global_rank() == 0:
+            _announce(block)
+
+    def _before_train_batch(self, state: State, logger: Logger) -> None:
+        broadcast_buffers(state.model)
+
+    def _before_forward(self, state: State, logger: Logger) -> None:
+        self._even_microbatches.remember()
+
+    def _after_backward(self, state: State, logger: Logger) -> None:
+        self._gradients.after_backward()
+
+    def close(self, state: State) -> None:
+        """Take the engine down. Called when the Trainer is closed, on every rank.
+
+        Args:
+            state (State): Composer's state; its faces refuse to train from now on.
+        """
+        if self.ds_engine is None:
+            return
+        self._gradients.close()
+        for handle in self._autocast_handles:
+            handle.remove()
+        close_engine(self.ds_engine)
+        self.ds_engine = None
+        for face in (state.model, *ensure_tuple(state.optimizers)):
+            type(face)._ds_engine = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _EngineCloser(Callback):
+    """Composer tells callbacks, not algorithms, that the Trainer is closed."""
+
+    def __init__(self, algorithm: DeepSpeed):
+        self.algorithm = algorithm
+
+    def close(self, state: State, logger: Logger) -> None:
+        self.algorithm.close(state)
+
+
+def _facts(state: State) -> TrainerFacts:
+    optimizers = ensure_tuple(state.optimizers)
+    held = {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']}
+    trainable = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+    return TrainerFacts(
+        precision=str(state.precision.value),
+        device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
+        world_size=dist.get_world_size(),
+        number_of_deepspeed_algorithms=sum(isinstance(algorithm, DeepSpeed) for algorithm in state.algorithms),
+        parallelism=tuple(
+            name for name, config in (('fsdp', state.fsdp_config), ('tp', state.tp_config)) if config is not None
+        ),
+        optimizer_class=type(optimizers[0]).__name__ if optimizers else None,
+        trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
+        trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
+    )
+
+
+def _check_still_ours(state: State, plan: Plan) -> None:
+    problems = []
+    if state.precision.value != plan.precision:
+        problems.append(
+            f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the precision "
+            'to the Trainer'
+        )
+    if not isinstance(state.model, ModelFace):
+        wrapper = 'DistributedDataParallel' if isinstance(state.model, DistributedDataParallel) else type(state.model)
+        problems.append(
+            f'state.model has become {wrapper}; nothing may wrap or replace the model after DeepSpeed has taken it at '
+            'BEFORE_LOAD'
+        )
+    elif 'forward' in vars(state.model):
+        problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')
+    if state.auto_microbatching:
+        problems.append("fit(device_train_microbatch_size='auto') is not supported with DeepSpeed; give a number")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _announce(text: str) -> None:
+    """Log what the user should see, and print it where nobody has configured logging for INFO."""
+    if log.isEnabledFor(logging.INFO):
+        log.info(text)
+    elif dist.get_global_rank() == 0:
+        print(text, file=sys.stderr, flush=True)

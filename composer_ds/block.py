@@ -1,0 +1,76 @@
+"""The block that says, at the start of ``fit``, what will be run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from composer.core import State
+from composer.utils import dist, ensure_tuple
+
+from composer_ds.ownership import Plan
+
+__all__ = ['block_of', 'describe_batch']
+
+
+def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | None]) -> str:
+    """Write out the batch arithmetic.
+
+    Args:
+        microbatch_size (int | float | None): Largest number of samples of a microbatch.
+        batch_sizes (list[int | None]): What each rank draws from its dataloader; None where the dataloader does not say.
+
+    Returns:
+        str: Such as ``microbatch 4 x accumulation 8 x world size 2 = global batch 64``.
+    """
+    world_size = len(batch_sizes)
+    sizes = [size for size in batch_sizes if size is not None]
+    if len(sizes) < world_size or microbatch_size is None:
+        return f'microbatch {microbatch_size} x world size {world_size}; the dataloader does not say its batch size'
+    if len(set(sizes)) > 1:
+        return f'microbatch {microbatch_size}; batches of the ranks {" + ".join(map(str, sizes))} = global batch {sum(sizes)}'
+    batch = sizes[0]
+    accumulation = math.ceil(batch / microbatch_size)
+    if accumulation * microbatch_size == batch or accumulation == 1:
+        size = min(microbatch_size, batch)
+        return f'microbatch {size} x accumulation {accumulation} x world size {world_size} = global batch {sum(sizes)}'
+    last = batch - (accumulation - 1) * microbatch_size
+    return (
+        f'({accumulation - 1} microbatches of {microbatch_size} + 1 of {last} = batch {batch}) x world size {world_size} '
+        f'= global batch {sum(sizes)}'
+    )
+
+
+def block_of(plan: Plan, state: State) -> str:
+    """Describe the plan in one block of text. Called at ``FIT_START``.
+
+    Collective: the batch sizes of all ranks are gathered.
+
+    Args:
+        plan (Plan): What will be run.
+        state (State): Composer's state.
+
+    Returns:
+        str: The block, alike on all ranks.
+    """
+    batch_sizes = dist.all_gather_object(getattr(state.dataloader, 'batch_size', None))
+    weights = 'fp32'
+    if plan.precision == 'amp_bf16':
+        accumulation = plan.ds_config['data_types']['grad_accum_dtype']
+        weights = f'amp_bf16 (bf16 weights, fp32 master weights, gradients added up in {accumulation})'
+    offloaded = [
+        name for name, on in (('optimizer', plan.offload_optimizer), ('parameters', plan.offload_param)) if on
+    ]
+    clipping = plan.ds_config['gradient_clipping']
+    optimizer = ensure_tuple(state.optimizers)[0]
+    groups = len(optimizer.param_groups)
+    lines = [
+        ('ZeRO stage', str(plan.zero_stage)),
+        ('offload', f'{" and ".join(offloaded)} to CPU' if offloaded else 'none'),
+        ('precision', weights),
+        ('optimizer', f'{type(optimizer).__name__}, {groups} parameter group{"s" if groups > 1 else ""}'),
+        ('clipping', f'norm {clipping}' if clipping else 'none'),
+        ('batch', describe_batch(state.device_train_microbatch_size, batch_sizes)),
+        ('device', f'{torch.cuda.get_device_name()}' if torch.cuda.is_available() else 'CPU'),
+    ]
+    return '\n'.join(['DeepSpeed:', *(f'  {name:<11} {value}' for name, value in lines)])

@@ -1,0 +1,101 @@
+"""The only caller of ``deepspeed.initialize``: builds the ``ds_engine`` and takes it down."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from composer_ds.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+__all__ = ['build_engine', 'check_environment', 'close_engine']
+
+
+def check_environment() -> None:
+    """See to it that DeepSpeed can be imported and can compile. Called when the algorithm is constructed.
+
+    Raises:
+        EnvironmentProblem: When the package is missing, or a compiler that it needs on a machine without a GPU.
+    """
+    if importlib.util.find_spec('deepspeed') is None:
+        raise EnvironmentProblem(
+            "DeepSpeed(...) needs the package 'deepspeed', which is not installed. Run: pip install 'deepspeed>=0.19.6,<0.20'"
+        )
+    # On the CPU accelerator deepspeed compiles its shared-memory collectives at first use, and so its CPU optimizers.
+    # torch.cuda is asked rather than DeepSpeed, whose import would choose the accelerator.
+    if not torch.cuda.is_available():
+        compiler = os.environ.get('CXX', 'c++')
+        missing = [program for program in (compiler, 'ninja') if shutil.which(program) is None]
+        if 'ninja' in missing and importlib.util.find_spec('ninja') is not None:
+            missing.remove('ninja')
+        if missing:
+            raise EnvironmentProblem(
+                f'DeepSpeed compiles C++ extensions at first use on a machine without a GPU, and {" and ".join(missing)} '
+                'cannot be found on the PATH. Install a C++ compiler (Debian: apt-get install g++; or name yours in the '
+                'variable CXX) and ninja (pip install ninja).'
+            )
+
+
+def build_engine(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ds_config: dict[str, Any]
+) -> DeepSpeedEngine:
+    """Build the engine around the user's model. Called at ``BEFORE_LOAD``.
+
+    Collective. Parameters and buffers are taken from rank 0, as torch's DistributedDataParallel does.
+
+    Args:
+        model (torch.nn.Module): The user's model, on its device. Its parameters become partitions.
+        optimizer (torch.optim.Optimizer): Becomes DeepSpeed's own: its parameter groups are rewritten.
+        ds_config (dict[str, Any]): The complete config.
+
+    Returns:
+        DeepSpeedEngine: Of stage 1, 2 or 3.
+    """
+    # DeepSpeed logs each of its settings at INFO; warnings stay.
+    logging.getLogger('DeepSpeed').setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
+    import deepspeed
+
+    ds_engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+        config=ds_config,
+        dist_init_required=False,  # Composer has done it
+    )
+    return ds_engine
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank the buffers of rank 0 (running statistics, say), as DistributedDataParallel does.
+
+    Collective.
+
+    Args:
+        model (torch.nn.Module): The user's model.
+    """
+    if dist.get_world_size() == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in model.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
+    for buffers in by_dtype.values():
+        together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(together, src=0)
+        for buffer, whole in zip(buffers, together.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(whole.view_as(buffer))
+
+
+def close_engine(ds_engine: DeepSpeedEngine) -> None:
+    """Remove the engine's hooks from the user's model and free its buffers.
+
+    Args:
+        ds_engine (DeepSpeedEngine): Not usable afterwards.
+    """
+    ds_engine.destroy()
