@@ -24,6 +24,7 @@ Composer's loop, with what this algorithm does in it::
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ from typing import Any
 
 import torch
 from composer import Algorithm, Callback
-from composer.core import Event, State
+from composer.core import Event, Precision, State
+from composer.devices import DeviceCPU
 from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
 from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +97,8 @@ class DeepSpeed(Algorithm):
             Event.BEFORE_TRAIN_BATCH: self._before_train_batch,
             Event.BEFORE_FORWARD: self._before_forward,
             Event.AFTER_BACKWARD: self._after_backward,
+            Event.EVAL_BEFORE_FORWARD: self._before_eval_forward,
+            Event.EVAL_AFTER_FORWARD: self._after_eval_forward,
         }
 
     def match(self, event: Event, state: State) -> bool:
@@ -134,6 +138,7 @@ class DeepSpeed(Algorithm):
         self.plan = make_plan(self.settings, _facts(state))
         for note in self.plan.notes:
             _announce(note)
+        state.precision = Precision(self.plan.precision)
         # The Trainer itself starts no process group on one rank.
         dist.initialize_dist(state.device)
         state.callbacks.append(_EngineCloser(self))
@@ -145,13 +150,18 @@ class DeepSpeed(Algorithm):
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = {parameter: name for parameter, name in names.items() if parameter in held}
         optimizer = partitioned_optimizer(client)
+        rounded = [parameter for parameter in names if self.plan.precision == 'amp_bf16' and parameter.is_floating_point()]
+        originals = {parameter: parameter.detach().to('cpu', torch.float32, copy=True) for parameter in rounded}
         self.ds_engine = build_engine(model, optimizer, self.plan.ds_config)
         broadcast_buffers(model)
         partitions = Partitions(self.ds_engine, names)
+        partitions.restore_masters(originals)
         optimizer.bind(partitions)
         self._gradients = GradientTracker(partitions)
         self._even_microbatches = EvenMicrobatches(state, self.plan.zero_stage)
-        self._autocast_handles = autocast_inside(model, state.precision) if self.plan.ds_config.get('bf16') else []
+        self._autocast_handles = []
+        if self.plan.precision == 'amp_bf16':
+            self._autocast_handles = autocast_inside(model, self.ds_engine.device.type)
         state.model = model_face(model, self.ds_engine, partitions)
         state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
 
@@ -170,6 +180,22 @@ class DeepSpeed(Algorithm):
 
     def _after_backward(self, state: State, logger: Logger) -> None:
         self._gradients.after_backward()
+
+    def _before_eval_forward(self, state: State, logger: Logger) -> None:
+        # Composer evaluates with the user's own object, and its `eval_forward` mostly calls `self.forward`: hooks of the
+        # root module, which gather its own parameters and switch autocast on, do not run.
+        assert self.ds_engine is not None and self.plan is not None
+        self._evaluation = contextlib.ExitStack()
+        if self.plan.zero_stage == 3:
+            import deepspeed
+
+            roots = list(state.model.parameters(recurse=False))
+            self._evaluation.enter_context(deepspeed.zero.GatheredParameters(roots))
+        if self.plan.precision == 'amp_bf16':
+            self._evaluation.enter_context(torch.autocast(self.ds_engine.device.type, dtype=torch.bfloat16))
+
+    def _after_eval_forward(self, state: State, logger: Logger) -> None:
+        self._evaluation.close()
 
     def close(self, state: State) -> None:
         """Take the engine down. Called when the Trainer is closed, on every rank.
@@ -204,6 +230,7 @@ def _facts(state: State) -> TrainerFacts:
     trainable = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     return TrainerFacts(
         precision=str(state.precision.value),
+        on_cpu=isinstance(state.device, DeviceCPU),
         device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
         world_size=dist.get_world_size(),
         number_of_deepspeed_algorithms=sum(isinstance(algorithm, DeepSpeed) for algorithm in state.algorithms),

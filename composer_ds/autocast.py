@@ -3,7 +3,8 @@
 Composer runs the model under ``torch.autocast`` when its precision is ``amp_bf16``. On a GPU DeepSpeed (0.19) switches
 autocast off around the engine's forward pass, because its weights are bf16 already; but then a model that is fed fp32
 images, or that adds an fp32 mask, fails on the dtypes, and layer norms and softmax are rounded where plain Composer
-keeps them in fp32. So it is switched on again around the user's module, inside the engine.
+keeps them in fp32. On a CPU Composer never switches it on. So it is switched on around the user's module, inside the
+engine.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import contextlib
 from typing import Any
 
 import torch
-from composer.core import Precision, get_precision_context
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ['autocast_inside']
 
 
-def autocast_inside(model: torch.nn.Module, precision: Precision) -> list[RemovableHandle]:
-    """Run the model's forward in Composer's precision context. Called once, at ``BEFORE_LOAD``.
+def autocast_inside(model: torch.nn.Module, device_type: str) -> list[RemovableHandle]:
+    """Run the model's forward under bf16 autocast. Called once, at ``BEFORE_LOAD``.
 
     Args:
         model (torch.nn.Module): The user's model; it gets a hook before and one after its forward.
-        precision (Precision): The Trainer's precision.
+        device_type (str): Such as ``'cuda'``.
 
     Returns:
         list[RemovableHandle]: Removes the hooks again.
@@ -31,7 +31,7 @@ def autocast_inside(model: torch.nn.Module, precision: Precision) -> list[Remova
     contexts: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:
-        context = get_precision_context(precision)
+        context = torch.autocast(device_type, dtype=torch.bfloat16)
         context.__enter__()
         contexts.append(context)
 

@@ -60,6 +60,7 @@ class TrainerFacts:
 
     Args:
         precision (str): Composer's precision, such as ``'amp_bf16'``.
+        on_cpu (bool): Whether the model is trained on the CPU.
         device_train_microbatch_size (int | float | str | None): As given to the Trainer; None when not given yet.
         world_size (int): Number of ranks.
         number_of_deepspeed_algorithms (int): How often ``DeepSpeed`` stands in ``algorithms``.
@@ -70,6 +71,7 @@ class TrainerFacts:
     """
 
     precision: str
+    on_cpu: bool
     device_train_microbatch_size: int | float | str | None
     world_size: int
     number_of_deepspeed_algorithms: int
@@ -131,6 +133,9 @@ def make_plan(settings: Settings, facts: TrainerFacts) -> Plan:
     if problems:
         raise ConfigError(problems)
     notes = []
+    precision = _precision(settings, facts)
+    if precision != facts.precision:
+        notes.append('ds_config.bf16 is enabled: on CPU, where Composer has no amp_bf16, it sets the precision.')
     stage = settings.zero_stage
     if stage == 0:
         stage = 1
@@ -151,13 +156,22 @@ def make_plan(settings: Settings, facts: TrainerFacts) -> Plan:
         zero_stage=stage,
         offload_optimizer=_device(zero.get('offload_optimizer')) == 'cpu',
         offload_param=_device(zero.get('offload_param')) == 'cpu',
-        precision=facts.precision,
-        ds_config=_complete_config(settings, facts, zero),
+        precision=precision,
+        ds_config=_complete_config(settings, facts, precision, zero),
         notes=tuple(notes),
     )
 
 
-def _complete_config(settings: Settings, facts: TrainerFacts, zero: dict[str, Any]) -> dict[str, Any]:
+def _precision(settings: Settings, facts: TrainerFacts) -> str:
+    """Return the Trainer's precision, or amp_bf16 where only the ds_config can ask for it."""
+    if facts.on_cpu and facts.precision == 'fp32' and _mapping(settings.ds_config.get('bf16')).get('enabled') is True:
+        return 'amp_bf16'
+    return facts.precision
+
+
+def _complete_config(
+    settings: Settings, facts: TrainerFacts, precision: str, zero: dict[str, Any]
+) -> dict[str, Any]:
     given = settings.ds_config
     config = {key: value for key, value in given.items() if key in PASSED_ON}
     clipping = given.get('gradient_clipping', 0.0)
@@ -174,11 +188,15 @@ def _complete_config(settings: Settings, facts: TrainerFacts, zero: dict[str, An
         'zero_allow_untested_optimizer': True,
         'zero_force_ds_cpu_optimizer': False,
     }
-    section = PRECISIONS[facts.precision]
+    section = PRECISIONS[precision]
     if section is not None:
         config[section] = {**_mapping(given.get(section)), 'enabled': True}
         # DeepSpeed would add up the microbatches' gradients in 16 bits, where small ones vanish.
         config['data_types'] = {'grad_accum_dtype': 'fp32', **_mapping(config.get('data_types'))}
+        if zero['stage'] == 1:
+            # Stage 1 reduces once per optimizer step, and would round the sum to 16 bits for it. (Stages 2 and 3 reduce
+            # the gradients of each microbatch, which are 16 bits wide anyway.)
+            config.setdefault('communication_data_type', 'fp32')
     return config
 
 
@@ -278,7 +296,7 @@ def _problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[
 def _precision_sections(settings: Settings, facts: TrainerFacts) -> Iterator[str]:
     for section in ('bf16', 'fp16'):
         enabled = _mapping(settings.ds_config.get(section)).get('enabled', 'auto')
-        wanted = PRECISIONS.get(facts.precision) == section
+        wanted = PRECISIONS.get(_precision(settings, facts)) == section
         if enabled != 'auto' and bool(enabled) != wanted:
             yield (
                 f"Trainer(precision='{facts.precision}') and ds_config.{section}.enabled={enabled!r} disagree; the "

@@ -242,8 +242,8 @@ def _dump_result(fn: Any, result: Any) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(
-            f'{getattr(fn, "__qualname__", fn)} returned a {type(result).__qualname__} that cannot be pickled '
-            f'({error}). Results go from process to process: return numbers, strings, tensors, or lists and dicts of them.'
+            f'{getattr(fn, "__qualname__", fn)} returned a {type(result).__qualname__} that cannot be pickled: '
+            f'{error}. Results go from process to process: return numbers, strings, tensors, lists, dicts.'
         ) from error
 
 

@@ -1,0 +1,39 @@
+"""The proof: after several optimizer steps the weights are those of plain Composer.
+
+Under SGD with momentum nothing hides a wrong scale of the gradients; AdamW is there for its state.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_ds.testing import RankPool
+from tests.distributed.parity_cases import CASES, STRATEGIES, compare
+
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('optimizer', ['sgd', 'adamw'])
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_weights_equal_plain_composer(ranks, world_size: int, optimizer: str, case: str):
+    _assert_equal(ranks(world_size), case, optimizer, list(STRATEGIES))
+
+
+@pytest.mark.parametrize('optimizer', ['sgd', 'adamw'])
+def test_ranks_that_use_different_parameters(two_ranks, optimizer: str):
+    _assert_equal(two_ranks, 'rank-dependent', optimizer, ['zero1', 'zero1-cpu'])
+
+
+@pytest.mark.parametrize('optimizer', ['decoupled_sgdw', 'decoupled_adamw'])
+def test_optimizers_of_composer(two_ranks, optimizer: str):
+    _assert_equal(two_ranks, 'groups', optimizer, ['zero1', 'zero2-cpu', 'zero3-cut'])
+
+
+def _assert_equal(pool: RankPool, case: str, optimizer: str, strategies: list[str]) -> None:
+    failures = []
+    for strategy in strategies:
+        for rank, result in enumerate(pool.run(compare, case, optimizer, strategy)):
+            if result['difference'] > TOLERANCE or result['least_move'] < 1e-4 or result['frozen_moved'] != 0.0:
+                failures.append(f'{strategy}, rank {rank}: {result}')
+    assert not failures, '\n'.join(failures)
