@@ -8,6 +8,7 @@ from composer_ds.errors import ComposerDSError, ConfigError, EnvironmentProblem,
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
+    from composer_ds.whole import make_whole
 
 __version__ = '0.1.0'
 
@@ -18,6 +19,7 @@ __all__ = [
     'EnvironmentProblem',
     'ModelOutputError',
     'TrainingError',
+    'make_whole',
 ]
 
 
@@ -27,4 +29,8 @@ def __getattr__(name: str):
         from composer_ds.algorithm import DeepSpeed
 
         return DeepSpeed
+    if name == 'make_whole':
+        from composer_ds.whole import make_whole
+
+        return make_whole
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

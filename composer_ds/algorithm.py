@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ from composer_ds.block import block_of
 from composer_ds.ds_config import read_ds_config
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
 from composer_ds.errors import ConfigError
-from composer_ds.faces import ModelFace, model_face, optimizer_face
+from composer_ds.faces import ModelFace, OptimizerFace, model_face, optimizer_face
 from composer_ds.gradients import GradientTracker
 from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.ownership import Plan, Settings, TrainerFacts, check_settings, make_plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
 from composer_ds.partitions import Partitions, full_numel
+from composer_ds.whole import leave_partitioned, make_whole
 
 __all__ = ['DeepSpeed']
 
@@ -90,6 +91,8 @@ class DeepSpeed(Algorithm):
         self.plan: Plan | None = None
         self.ds_engine = None
         """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
+        self._undo: list[Callable[[], None]] = []
+        """What to call when the Trainer is closed."""
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
@@ -146,6 +149,7 @@ class DeepSpeed(Algorithm):
     def _before_load(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
         model, client = state.model, ensure_tuple(state.optimizers)[0]
+        make_whole(model)
         held = {parameter for group in client.param_groups for parameter in group['params']}
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = {parameter: name for parameter, name in names.items() if parameter in held}
@@ -159,9 +163,9 @@ class DeepSpeed(Algorithm):
         optimizer.bind(partitions)
         self._gradients = GradientTracker(partitions)
         self._even_microbatches = EvenMicrobatches(state, self.plan.zero_stage)
-        self._autocast_handles = []
+        self._undo.append(self._gradients.close)
         if self.plan.precision == 'amp_bf16':
-            self._autocast_handles = autocast_inside(model, self.ds_engine.device.type)
+            self._undo += [handle.remove for handle in autocast_inside(model, self.ds_engine.device.type)]
         state.model = model_face(model, self.ds_engine, partitions)
         state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
 
@@ -205,13 +209,16 @@ class DeepSpeed(Algorithm):
         """
         if self.ds_engine is None:
             return
-        self._gradients.close()
-        for handle in self._autocast_handles:
-            handle.remove()
-        close_engine(self.ds_engine)
-        self.ds_engine = None
+        ds_engine, self.ds_engine = self.ds_engine, None
+        for undo in self._undo:
+            undo()
+        close_engine(ds_engine)
         for face in (state.model, *ensure_tuple(state.optimizers)):
-            type(face)._ds_engine = None  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(face, ModelFace | OptimizerFace):
+                type(face)._ds_engine = None
+        assert self.plan is not None
+        if self.plan.zero_stage == 3:
+            leave_partitioned(ds_engine.module)
 
 
 class _EngineCloser(Callback):

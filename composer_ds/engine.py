@@ -59,9 +59,12 @@ def build_engine(
     Returns:
         DeepSpeedEngine: Of stage 1, 2 or 3.
     """
-    # DeepSpeed logs each of its settings at INFO; warnings stay.
-    logging.getLogger('DeepSpeed').setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
     import deepspeed
+
+    # DeepSpeed logs each of its settings at INFO; warnings stay, but for one that ownership.py has settled.
+    logger = logging.getLogger('DeepSpeed')
+    logger.setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
+    logger.addFilter(_is_news)
 
     ds_engine, *_ = deepspeed.initialize(
         model=model,
@@ -70,6 +73,10 @@ def build_engine(
         dist_init_required=False,  # Composer has done it
     )
     return ds_engine
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return 'untested optimizer' not in record.getMessage()
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:
@@ -99,3 +106,7 @@ def close_engine(ds_engine: DeepSpeedEngine) -> None:
         ds_engine (DeepSpeedEngine): Not usable afterwards.
     """
     ds_engine.destroy()
+    # Left behind by destroy() (0.19): they would keep the engine and all its buffers alive as long as the model.
+    for hook in (ds_engine.module_forward_pre_hook, ds_engine.module_forward_post_hook):
+        if hook is not None:
+            hook.remove()

@@ -154,8 +154,12 @@ class ModelFace(torch.nn.Module):
         else:
             mine.copy_(value)
 
-    def __reduce_ex__(self, protocol: Any):
+    def __deepcopy__(self, memo: Any):
         """Refuse to be copied or pickled: a copy would share the engine, and train the original."""
+        self.__reduce_ex__(4)
+
+    def __reduce_ex__(self, protocol: Any):
+        """Refuse to be copied or pickled, as above."""
         raise TypeError(
             f'{type(self).__name__} is run by a DeepSpeed engine and cannot be copied or pickled. '
             'Load state.model.state_dict() into a new instance of your model.'
