@@ -247,6 +247,7 @@ def _facts(state: State) -> TrainerFacts:
         optimizer_class=type(optimizers[0]).__name__ if optimizers else None,
         trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
         trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
+        scalar_parameters=tuple(name for name, parameter in state.model.named_parameters() if parameter.dim() == 0),
     )
 
 

@@ -35,8 +35,9 @@ def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | 
         size = min(microbatch_size, batch)
         return f'microbatch {size} x accumulation {accumulation} x world size {world_size} = global batch {sum(sizes)}'
     last = batch - (accumulation - 1) * microbatch_size
+    several = 'es' if accumulation > 2 else ''
     return (
-        f'({accumulation - 1} microbatches of {microbatch_size} + 1 of {last} = batch {batch}) x world size {world_size} '
+        f'({accumulation - 1} microbatch{several} of {microbatch_size} + 1 of {last} = batch {batch}) x world size {world_size} '
         f'= global batch {sum(sizes)}'
     )
 

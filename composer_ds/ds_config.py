@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from composer_ds.errors import ConfigError
 
@@ -37,10 +40,18 @@ def read_ds_config(source: Mapping[str, Any] | str | Path | None) -> dict[str, A
     if not path.is_file():
         raise ConfigError(f'ds_config={str(source)!r}: there is no such file')
     try:
-        # JSON is a subset of YAML, but for tabs, which no mapping of DeepSpeed's needs.
-        config = yaml.safe_load(path.read_text().replace('\t', '  '))
-    except yaml.YAMLError as error:
+        config = _parse(path)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:  # OmegaConf: OSError for a bare scalar
         raise ConfigError(f'ds_config={str(source)!r} does not parse as JSON or YAML: {error}') from error
     if not isinstance(config, dict):
         raise ConfigError(f'ds_config={str(source)!r} holds {type(config).__name__}, not a mapping of settings')
     return config
+
+
+def _parse(path: Path) -> Any:
+    text = path.read_text()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        # OmegaConf rather than yaml: there 5e8 is a number.
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=True) if text.strip() else None

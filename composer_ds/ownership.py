@@ -68,6 +68,7 @@ class TrainerFacts:
         optimizer_class (str | None): Class name of the user's optimizer.
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
+        scalar_parameters (tuple[str, ...]): Names of parameters of shape ``()``.
     """
 
     precision: str
@@ -79,6 +80,7 @@ class TrainerFacts:
     optimizer_class: str | None
     trained_elements: int
     trained_without_optimizer: tuple[str, ...]
+    scalar_parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _problems_of_ds_config(settings: Settings) -> Iterator[str]:
         given, device = getattr(settings, place), _device(zero.get(place))
         if device not in ('none', 'cpu'):
             yield f"ds_config.zero_optimization.{place}.device={device!r}: only 'cpu' and 'none' are supported yet"
-        elif given is not None and place in zero and device != given:
+        elif given is not None and 'device' in _mapping(zero.get(place)) and device != given:
             yield (
                 f'DeepSpeed({place}={given!r}) and ds_config.zero_optimization.{place}.device={device!r} disagree; '
                 'give one of them'
@@ -288,6 +290,11 @@ def _problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[
         yield (
             f'{len(facts.trained_without_optimizer)} trainable parameters are not in the optimizer ({some}, ...); give '
             'them to it, or set requires_grad=False on them'
+        )
+    if facts.scalar_parameters:
+        yield (
+            f'{", ".join(facts.scalar_parameters)}: DeepSpeed cannot broadcast parameters of shape (); give them the '
+            'shape (1,)'
         )
     yield from _precision_sections(settings, facts)
     yield from _batch_sizes(settings, facts)
