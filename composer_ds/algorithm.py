@@ -29,7 +29,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from composer import Algorithm, Callback
@@ -43,7 +43,7 @@ from composer_ds.autocast import autocast_inside
 from composer_ds.block import block_of
 from composer_ds.ds_config import read_ds_config
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
-from composer_ds.errors import ConfigError
+from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace, OptimizerFace, model_face, optimizer_face
 from composer_ds.gradients import GradientTracker
 from composer_ds.microbatches import EvenMicrobatches
@@ -60,17 +60,19 @@ log = logging.getLogger(__name__)
 class DeepSpeed(Algorithm):
     """Trains the Trainer's model with DeepSpeed's ZeRO.
 
-    Give it to ``Trainer(algorithms=[DeepSpeed(zero_stage=2)])`` and leave the rest of the Trainer as it is: the batch of
-    the dataloader is one optimizer step, ``device_train_microbatch_size`` cuts it in microbatches, Composer's schedulers,
-    checkpoints, evaluation and loggers work as ever. The weights after every optimizer step are those of plain Composer.
+    Give it to ``Trainer(algorithms=[DeepSpeed(zero_stage=2)])`` and leave the rest of the Trainer as it is: the batch
+    of the dataloader is one optimizer step, ``device_train_microbatch_size`` cuts it in microbatches, Composer's
+    schedulers, checkpoints, evaluation and loggers work as ever. The weights after every optimizer step are those of
+    plain Composer.
 
     Args:
-        zero_stage (int): What is partitioned over the ranks: 1 the optimizer state, 2 the gradients, too, 3 the weights,
-            too. 0 is run as 1. Default: 2.
-        offload_optimizer (str | None): ``'cpu'`` keeps master weights and optimizer state in host memory. Default: None.
+        zero_stage (int): What is partitioned over the ranks: 1 the optimizer state, 2 the gradients, too, 3 the
+            weights, too. 0 is run as 1. Default: 2.
+        offload_optimizer (str | None): ``'cpu'`` keeps master weights and optimizer state in host memory. Default:
+            None.
         offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
-        ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a JSON
-            or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
+        ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a
+            JSON or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
 
     Raises:
         ConfigError: When a setting is not allowed (all problems at once); conflicts with the Trainer's arguments are
@@ -154,18 +156,21 @@ class DeepSpeed(Algorithm):
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = {parameter: name for parameter, name in names.items() if parameter in held}
         optimizer = partitioned_optimizer(client)
-        rounded = [parameter for parameter in names if self.plan.precision == 'amp_bf16' and parameter.is_floating_point()]
+        rounded = [
+            parameter for parameter in names if self.plan.precision == 'amp_bf16' and parameter.is_floating_point()
+        ]
         originals = {parameter: parameter.detach().to('cpu', torch.float32, copy=True) for parameter in rounded}
         self.ds_engine = build_engine(model, optimizer, self.plan.ds_config)
         broadcast_buffers(model)
         partitions = Partitions(self.ds_engine, names)
         partitions.restore_masters(originals)
+        self._frozen = {name: parameter for name, parameter in model.named_parameters() if parameter not in names}
         optimizer.bind(partitions)
         self._gradients = GradientTracker(partitions)
         self._even_microbatches = EvenMicrobatches(state, self.plan.zero_stage)
         self._undo.append(self._gradients.close)
         if self.plan.precision == 'amp_bf16':
-            self._undo += [handle.remove for handle in autocast_inside(model, self.ds_engine.device.type)]
+            self._undo += [handle.remove for handle in autocast_inside(model, _device_type(self.ds_engine))]
         state.model = model_face(model, self.ds_engine, partitions)
         state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
 
@@ -177,6 +182,13 @@ class DeepSpeed(Algorithm):
             _announce(block)
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise TrainingError(
+                f'{", ".join(unfrozen)}: frozen when the Trainer was built, and so not part of the engine, but '
+                'requires_grad is True now. To train a part of the model later, save a checkpoint and '
+                'build a new Trainer; freezing a trained parameter is possible at any time.'
+            )
         broadcast_buffers(state.model)
 
     def _before_forward(self, state: State, logger: Logger) -> None:
@@ -186,8 +198,8 @@ class DeepSpeed(Algorithm):
         self._gradients.after_backward()
 
     def _before_eval_forward(self, state: State, logger: Logger) -> None:
-        # Composer evaluates with the user's own object, and its `eval_forward` mostly calls `self.forward`: hooks of the
-        # root module, which gather its own parameters and switch autocast on, do not run.
+        # Composer evaluates with the user's own object, and its `eval_forward` mostly calls `self.forward`: hooks of
+        # the root module, which gather its own parameters and switch autocast on, do not run.
         assert self.ds_engine is not None and self.plan is not None
         self._evaluation = contextlib.ExitStack()
         if self.plan.zero_stage == 3:
@@ -196,7 +208,7 @@ class DeepSpeed(Algorithm):
             roots = list(state.model.parameters(recurse=False))
             self._evaluation.enter_context(deepspeed.zero.GatheredParameters(roots))
         if self.plan.precision == 'amp_bf16':
-            self._evaluation.enter_context(torch.autocast(self.ds_engine.device.type, dtype=torch.bfloat16))
+            self._evaluation.enter_context(torch.autocast(_device_type(self.ds_engine), dtype=torch.bfloat16))
 
     def _after_eval_forward(self, state: State, logger: Logger) -> None:
         self._evaluation.close()
@@ -218,7 +230,7 @@ class DeepSpeed(Algorithm):
                 type(face)._ds_engine = None
         assert self.plan is not None
         if self.plan.zero_stage == 3:
-            leave_partitioned(ds_engine.module)
+            leave_partitioned(cast(torch.nn.Module, ds_engine.module))
 
 
 class _EngineCloser(Callback):
@@ -229,6 +241,10 @@ class _EngineCloser(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         self.algorithm.close(state)
+
+
+def _device_type(ds_engine: Any) -> str:
+    return ds_engine.device.type
 
 
 def _facts(state: State) -> TrainerFacts:
@@ -255,8 +271,8 @@ def _check_still_ours(state: State, plan: Plan) -> None:
     problems = []
     if state.precision.value != plan.precision:
         problems.append(
-            f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the precision "
-            'to the Trainer'
+            f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the "
+            'precision to the Trainer'
         )
     if not isinstance(state.model, ModelFace):
         wrapper = 'DistributedDataParallel' if isinstance(state.model, DistributedDataParallel) else type(state.model)

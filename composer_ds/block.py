@@ -18,7 +18,8 @@ def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | 
 
     Args:
         microbatch_size (int | float | None): Largest number of samples of a microbatch.
-        batch_sizes (list[int | None]): What each rank draws from its dataloader; None where the dataloader does not say.
+        batch_sizes (list[int | None]): What each rank draws from its dataloader; None where the dataloader does not
+            say.
 
     Returns:
         str: Such as ``microbatch 4 x accumulation 8 x world size 2 = global batch 64``.
@@ -28,7 +29,8 @@ def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | 
     if len(sizes) < world_size or microbatch_size is None:
         return f'microbatch {microbatch_size} x world size {world_size}; the dataloader does not say its batch size'
     if len(set(sizes)) > 1:
-        return f'microbatch {microbatch_size}; batches of the ranks {" + ".join(map(str, sizes))} = global batch {sum(sizes)}'
+        together = ' + '.join(map(str, sizes))
+        return f'microbatch {microbatch_size}; batches of the ranks {together} = global batch {sum(sizes)}'
     batch = sizes[0]
     accumulation = math.ceil(batch / microbatch_size)
     if accumulation * microbatch_size == batch or accumulation == 1:
@@ -37,8 +39,8 @@ def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | 
     last = batch - (accumulation - 1) * microbatch_size
     several = 'es' if accumulation > 2 else ''
     return (
-        f'({accumulation - 1} microbatch{several} of {microbatch_size} + 1 of {last} = batch {batch}) x world size {world_size} '
-        f'= global batch {sum(sizes)}'
+        f'({accumulation - 1} microbatch{several} of {microbatch_size} + 1 of {last} = batch {batch}) '
+        f'x world size {world_size} = global batch {sum(sizes)}'
     )
 
 
@@ -59,9 +61,7 @@ def block_of(plan: Plan, state: State) -> str:
     if plan.precision == 'amp_bf16':
         accumulation = plan.ds_config['data_types']['grad_accum_dtype']
         weights = f'amp_bf16 (bf16 weights, fp32 master weights, gradients added up in {accumulation})'
-    offloaded = [
-        name for name, on in (('optimizer', plan.offload_optimizer), ('parameters', plan.offload_param)) if on
-    ]
+    offloaded = [name for name, on in (('optimizer', plan.offload_optimizer), ('parameters', plan.offload_param)) if on]
     clipping = plan.ds_config['gradient_clipping']
     optimizer = ensure_tuple(state.optimizers)[0]
     groups = len(optimizer.param_groups)

@@ -27,7 +27,8 @@ def check_environment() -> None:
     """
     if importlib.util.find_spec('deepspeed') is None:
         raise EnvironmentProblem(
-            "DeepSpeed(...) needs the package 'deepspeed', which is not installed. Run: pip install 'deepspeed>=0.19.6,<0.20'"
+            "DeepSpeed(...) needs the package 'deepspeed', which is not installed. "
+            "Run: pip install 'deepspeed>=0.19.6,<0.20'"
         )
     # On the CPU accelerator deepspeed compiles its shared-memory collectives at first use, and so its CPU optimizers.
     # torch.cuda is asked rather than DeepSpeed, whose import would choose the accelerator.
@@ -38,9 +39,9 @@ def check_environment() -> None:
             missing.remove('ninja')
         if missing:
             raise EnvironmentProblem(
-                f'DeepSpeed compiles C++ extensions at first use on a machine without a GPU, and {" and ".join(missing)} '
-                'cannot be found on the PATH. Install a C++ compiler (Debian: apt-get install g++; or name yours in the '
-                'variable CXX) and ninja (pip install ninja).'
+                'DeepSpeed compiles C++ extensions at first use on a machine without a GPU, and '
+                f'{" and ".join(missing)} cannot be found on the PATH. Install a C++ compiler (Debian: apt-get install '
+                'g++; or name yours in the variable CXX) and ninja (pip install ninja).'
             )
 
 
@@ -95,7 +96,7 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
     for buffers in by_dtype.values():
         together = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(together, src=0)
-        for buffer, whole in zip(buffers, together.split([buffer.numel() for buffer in buffers])):
+        for buffer, whole in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(whole.view_as(buffer))
 
 

@@ -1,15 +1,17 @@
 """Which parameters got a gradient, and what follows for DeepSpeed's gradient buffers.
 
-DeepSpeed (0.19.6 to 0.19.8) accumulates into buffers that it does not clear between optimizer steps: with CPU offload on
-any stage, and on stage 3 always, a parameter that is not used in the first microbatch of an optimizer step, or in none
-of it, receives the gradient of an earlier optimizer step, without a word. The tracker clears just those buffers, so it
-costs nothing where every parameter is used. ``tests/distributed/test_parity.py`` holds the cases.
+DeepSpeed (0.19.6 to 0.19.8) accumulates into buffers that it does not clear between optimizer steps: with CPU offload
+on any stage, and on stage 3 always, a parameter that is not used in the first microbatch of an optimizer step, or in
+none of it, receives the gradient of an earlier optimizer step, without a word. The tracker clears just those buffers,
+so it costs nothing where every parameter is used. ``tests/distributed/test_parity.py`` holds the cases.
 
 It also makes the ranks agree on who got a gradient: torch leaves a parameter without one alone, and so must we, on
 every rank alike.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ class GradientTracker:
 
     def __init__(self, partitions: Partitions):
         self.partitions = partitions
-        self.zero_optimizer = partitions.ds_engine.optimizer
+        self.zero_optimizer: Any = partitions.ds_engine.optimizer
         self.stage = partitions.ds_engine.zero_optimization_stage()
         self.parameters = list(partitions.names)
         self.microbatches = 0
@@ -72,8 +74,10 @@ class GradientTracker:
             ranks = ranks.cpu()
         if bool((ranks == dist.get_world_size()).all()):
             return set()
-        self._fill_in([p for p, n in zip(self.parameters, ranks.tolist()) if 0 < n < dist.get_world_size()])
-        unused = {p for p, n in zip(self.parameters, ranks.tolist()) if n == 0}
+        self._fill_in(
+            [p for p, n in zip(self.parameters, ranks.tolist(), strict=True) if 0 < n < dist.get_world_size()]
+        )
+        unused = {p for p, n in zip(self.parameters, ranks.tolist(), strict=True) if n == 0}
         self._clear_master_gradients(unused)
         return unused
 

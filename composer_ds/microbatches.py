@@ -38,7 +38,7 @@ class EvenMicrobatches:
         self._last_microbatch: Any = None
         self._missing = 0
 
-    def begin(self, closure: Callable[..., Any]) -> None:
+    def begin(self, closure: Callable) -> None:
         """Compare the ranks' numbers of microbatches, before the first.
 
         Collective, when active.
@@ -54,8 +54,8 @@ class EvenMicrobatches:
         most, fewest = int(counts[0]), -int(counts[1])
         if fewest == 0:
             raise TrainingError(
-                f'A rank has an empty batch where another has {most} microbatches. ZeRO 2 and 3 need at least one sample '
-                'on every rank; drop the last batch (drop_last=True) or use zero_stage=1.'
+                f'A rank has an empty batch where another has {most} microbatches. ZeRO 2 and 3 need at least one '
+                'sample on every rank; drop the last batch (drop_last=True) or use zero_stage=1.'
             )
         self._missing = most - mine
 
@@ -79,8 +79,9 @@ class EvenMicrobatches:
         buffers = {buffer: buffer.clone() for buffer in self.state.model.buffers()}
         with torch.random.fork_rng():
             with torch.enable_grad(), get_precision_context(Precision(self.state.precision)):
-                outputs = self.state.model(self._last_microbatch)
-                loss = self.state.model.loss(outputs, self._last_microbatch)
+                model: Any = self.state.model
+                outputs = model(self._last_microbatch)
+                loss = model.loss(outputs, self._last_microbatch)
             losses = list(loss.values()) if isinstance(loss, dict) else list(ensure_tuple(loss))
             total = torch.stack([one.mean() for one in losses]).sum()
             total.backward(torch.zeros_like(total))

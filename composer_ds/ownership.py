@@ -142,8 +142,8 @@ def make_plan(settings: Settings, facts: TrainerFacts) -> Plan:
     if stage == 0:
         stage = 1
         notes.append(
-            'zero_stage=0 partitions nothing, and DeepSpeed trains wrongly there in 16 bits; it is run as zero_stage=1, '
-            'which gives the same weights with less memory.'
+            'zero_stage=0 partitions nothing, and DeepSpeed trains wrongly there in 16 bits; it is run as '
+            'zero_stage=1, which gives the same weights with less memory.'
         )
     zero = dict(settings.ds_config.get('zero_optimization', {}))
     zero['stage'] = stage
@@ -171,9 +171,7 @@ def _precision(settings: Settings, facts: TrainerFacts) -> str:
     return facts.precision
 
 
-def _complete_config(
-    settings: Settings, facts: TrainerFacts, precision: str, zero: dict[str, Any]
-) -> dict[str, Any]:
+def _complete_config(settings: Settings, facts: TrainerFacts, precision: str, zero: dict[str, Any]) -> dict[str, Any]:
     given = settings.ds_config
     config = {key: value for key, value in given.items() if key in PASSED_ON}
     clipping = given.get('gradient_clipping', 0.0)
@@ -184,7 +182,9 @@ def _complete_config(
         # DeepSpeed's counters only.
         'managed_gradient_accumulation': False,
         'gradient_accumulation_steps': 1,
-        'train_micro_batch_size_per_gpu': max(1, int(microbatch_size)) if isinstance(microbatch_size, int | float) else 1,
+        'train_micro_batch_size_per_gpu': max(1, int(microbatch_size))
+        if isinstance(microbatch_size, int | float)
+        else 1,
         # DeepSpeed >= 0.19.3 clips at 1.0 when nobody asked.
         'gradient_clipping': 0.0 if clipping == 'auto' else clipping,
         'zero_allow_untested_optimizer': True,
@@ -227,7 +227,7 @@ def _problems_of_ds_config(settings: Settings) -> Iterator[str]:
             yield f'ds_config.{key}: unknown, or not supported by composer_ds yet{hint}'
     for section, instead in (('optimizer', 'optimizers'), ('scheduler', 'schedulers')):
         if settings.ds_config.get(section) not in (None, 'auto'):
-            yield f'ds_config.{section}: the Trainer owns it; give it as Trainer({instead}=...) and leave the section out'
+            yield f'ds_config.{section}: the Trainer owns it; give Trainer({instead}=...) and leave the section out'
     zero = settings.ds_config.get('zero_optimization', {})
     if not isinstance(zero, Mapping):
         yield f'ds_config.zero_optimization={zero!r}: a mapping of settings is needed'
@@ -270,8 +270,8 @@ def _problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[
         )
     if facts.device_train_microbatch_size == 'auto':
         yield (
-            "Trainer(device_train_microbatch_size='auto'): when memory runs out in the middle of a batch, DeepSpeed has "
-            'already reduced part of its gradients and cannot start over; give a number'
+            "Trainer(device_train_microbatch_size='auto'): when memory runs out in the middle of a batch, DeepSpeed "
+            'has already reduced part of its gradients and cannot start over; give a number'
         )
     if facts.optimizer_class is None:
         yield 'The Trainer has no optimizer; write Trainer(optimizers=torch.optim.AdamW(model.parameters()))'
@@ -279,9 +279,9 @@ def _problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[
         'zero_allow_untested_optimizer'
     ):
         yield (
-            f'Trainer(optimizers={facts.optimizer_class}(...)): ZeRO flattens parameters and cuts them in pieces, which '
-            'is right for optimizers that treat every element by itself, and silently wrong for those that need the shape '
-            f'or the norm of a parameter (LAMB, LARS, Adafactor, Shampoo, Muon). Known to be right: '
+            f'Trainer(optimizers={facts.optimizer_class}(...)): ZeRO flattens parameters and cuts them in pieces, '
+            'which is right for optimizers that treat every element by itself, and silently wrong for those that need '
+            f'the shape or the norm of a parameter (LAMB, LARS, Adafactor, Shampoo, Muon). Known to be right: '
             f'{", ".join(sorted(ELEMENTWISE_OPTIMIZERS))}. If yours is element-wise, too, say so with '
             "ds_config={'zero_allow_untested_optimizer': True}"
         )
@@ -323,7 +323,7 @@ def _batch_sizes(settings: Settings, facts: TrainerFacts) -> Iterator[str]:
         value = settings.ds_config.get(key, 'auto')
         if value != 'auto':
             yield (
-                f"ds_config.{key}={value!r}: one batch of the dataloader is one optimizer step, cut in microbatches by "
+                f'ds_config.{key}={value!r}: one batch of the dataloader is one optimizer step, cut in microbatches by '
                 f"Trainer(device_train_microbatch_size=...); leave it out or write 'auto'"
             )
 

@@ -47,7 +47,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for theirs, ours in self.group_pairs:
             theirs.update({key: ours[key] for key in theirs if key != 'params'})
 
-    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update this rank's partitions. Called by DeepSpeed with the reduced and clipped gradient in ``flat.grad``.
 
         Args:
@@ -57,9 +57,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group['params'] = [tensor for flat in group['params'] for tensor in self._tensors_of(flat)]
         try:
-            return super().step()  # the user's own algorithm
+            super().step()  # the user's own algorithm
         finally:
-            for group, flat in zip(self.param_groups, flats):
+            for group, flat in zip(self.param_groups, flats, strict=True):
                 for tensor in group['params']:
                     if all(tensor is not one for one in flat):
                         tensor.grad = None
@@ -73,8 +73,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             self._split(flat, fragments)
         tensors = []
         for fragment, tensor in self.split[id(flat)]:
-            skipped = flat.grad is None or fragment.parameter in self.without_gradient
-            tensor.grad = None if skipped else fragment.of(flat.grad)
+            gradient = None if fragment.parameter in self.without_gradient else flat.grad
+            tensor.grad = None if gradient is None else fragment.of(gradient)
             tensors.append(tensor)
         return tensors
 
@@ -119,7 +119,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 self.state[flat] = _flat_state(flat, fragments, loaded)
                 continue
             self._split(flat, fragments)
-            for (_, tensor), state in zip(self.split[id(flat)], loaded):
+            for (_, tensor), state in zip(self.split[id(flat)], loaded, strict=True):
                 if state:
                     self.state[tensor] = {
                         key: value.to(tensor.device, copy=True) if torch.is_tensor(value) else value
@@ -186,6 +186,6 @@ def _flat_state(flat: torch.Tensor, fragments: list[Fragment], states: list[dict
             merged[key] = copy.deepcopy(value)
             continue
         merged[key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
-        for fragment, state in zip(fragments, states):
+        for fragment, state in zip(fragments, states, strict=True):
             fragment.of(merged[key]).copy_(state[key])
     return merged

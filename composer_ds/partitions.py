@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -201,8 +201,8 @@ class Partitions:
         Collective: rank 0's weights are taken.
 
         Args:
-            originals (dict[torch.nn.Parameter, torch.Tensor]): Whole fp32 weights, for the same parameters on every rank
-                in the same order.
+            originals (dict[torch.nn.Parameter, torch.Tensor]): Whole fp32 weights, for the same parameters on every
+                rank in the same order.
         """
         if not originals:
             return
@@ -225,7 +225,7 @@ class Partitions:
             _refresh_working_weights(self.ds_engine.optimizer)
 
 
-def _fragments(zero_optimizer, names: dict[torch.nn.Parameter, str]) -> Iterator[Fragment]:
+def _fragments(zero_optimizer: Any, names: dict[Any, str]) -> Iterator[Fragment]:
     if hasattr(zero_optimizer, 'fp32_partitioned_groups_flat'):  # stage 3
         for parameter, name in names.items():
             group, flat_start, partition_numel = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
@@ -244,11 +244,11 @@ def _fragments(zero_optimizer, names: dict[torch.nn.Parameter, str]) -> Iterator
             yield Fragment(name, parameter, flat, master.start, working.start, master.numel)
 
 
-def flat_partitions(zero_optimizer) -> list[torch.Tensor]:
+def flat_partitions(zero_optimizer: Any) -> list[torch.Tensor]:
     """List this rank's flat fp32 partitions.
 
     Args:
-        zero_optimizer (ZeROOptimizer): ``ds_engine.optimizer``.
+        zero_optimizer (Any): ``ds_engine.optimizer``, of any of DeepSpeed's ZeRO classes.
 
     Returns:
         list[torch.Tensor]: One for each parameter group (stages 1 and 2) or sub-group (stage 3).
@@ -259,7 +259,7 @@ def flat_partitions(zero_optimizer) -> list[torch.Tensor]:
     raise AssertionError(f'unknown ZeRO optimizer {type(zero_optimizer).__name__}')
 
 
-def _refresh_working_weights(zero_optimizer) -> None:
+def _refresh_working_weights(zero_optimizer: Any) -> None:
     if not hasattr(zero_optimizer, 'fp32_partitioned_groups_flat'):
         zero_optimizer.update_lp_params()
         return

@@ -1,8 +1,8 @@
 """The user's model after ZeRO 3: its weights are still cut over the ranks when the Trainer is closed.
 
-Putting them together takes all ranks, and closing must not: Python closes a Trainer also when one rank alone has failed,
-and a collective there would hang. So it is left to the next use: :class:`~composer_ds.DeepSpeed` does it by itself when it
-gets such a model again, and :func:`make_whole` is there for everything else.
+Putting them together takes all ranks, and closing must not: Python closes a Trainer also when one rank alone has
+failed, and a collective there would hang. So it is left to the next use: :class:`~composer_ds.DeepSpeed` does it by
+itself when it gets such a model again, and :func:`make_whole` is there for everything else.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def leave_partitioned(model: torch.nn.Module) -> None:
 
     def refuse(*_: Any) -> None:
         raise ComposerDSError(
-            f'The weights of {type(model).__name__} are still cut over the ranks, as its closed Trainer with ZeRO 3 has '
-            'left them. Call composer_ds.make_whole(model) on every rank, or take trainer.state.model.state_dict().'
+            f'The weights of {type(model).__name__} are still cut over the ranks, as its closed Trainer with ZeRO 3 '
+            'has left them. Call composer_ds.make_whole(model) on every rank, or take trainer.state.model.state_dict().'
         )
 
     _LEFT_PARTITIONED[model] = model.register_forward_pre_hook(refuse)

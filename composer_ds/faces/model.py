@@ -1,8 +1,8 @@
 """The model as Composer sees it: the user's model, whose forward passes go through the ``ds_engine``.
 
 The face is an instance of a subclass, made on the spot, of the user's own class, and shares the ``__dict__`` of the
-user's object: attributes, names, tree walks and ``isinstance`` hold, and the user's object keeps its class. What belongs
-to the face alone is therefore kept on its class.
+user's object: attributes, names, tree walks and ``isinstance`` hold, and the user's object keeps its class. What
+belongs to the face alone is therefore kept on its class.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimizer as Composer sees it: the user's optimizer, whose updates are made by the ``ds_engine``.
 
-The face is an instance of a subclass, made on the spot, of the user's own class, with the same class name: Composer uses
-the name as the key in checkpoints and in the names of metrics. Its parameter groups are the user's own list, so that a
-scheduler of either drives the learning rate that DeepSpeed applies.
+The face is an instance of a subclass, made on the spot, of the user's own class, with the same class name: Composer
+uses the name as the key in checkpoints and in the names of metrics. Its parameter groups are the user's own list, so
+that a scheduler of either drives the learning rate that DeepSpeed applies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OptimizerFace(torch.optim.Optimizer):
     _gradients: GradientTracker
     _even_microbatches: EvenMicrobatches
 
-    def step(self, closure: Callable[..., Any] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
+    def step(self, closure: Callable | None = None, **kwargs: Any) -> Any:  # pyright: ignore
         """Make one optimizer step: all microbatches, then the update. Called by Composer once per batch.
 
         Collective.
@@ -96,7 +96,8 @@ class OptimizerFace(torch.optim.Optimizer):
         Collective: every rank calls it and gets all tensors.
 
         Returns:
-            dict[str, Any]: ``{'state': {index: {key: value}}, 'param_groups': [...]}``; tensors of the parameters' shapes.
+            dict[str, Any]: ``{'state': {index: {key: value}}, 'param_groups': [...]}``; tensors of the parameters'
+            shapes.
         """
         indices = {parameter: index for index, parameter in enumerate(self._all_parameters())}
         state = {indices[parameter]: self._whole_state(parameter) for parameter in self._partitions.names}
@@ -144,20 +145,23 @@ class OptimizerFace(torch.optim.Optimizer):
         if theirs != ours:
             raise ValueError(
                 f'The checkpoint has parameter groups with {theirs} parameters, this optimizer has {ours}. Build the '
-                'optimizer with the same parameter groups, or leave its state out (load_ignore_keys=["state/optimizers"]).'
+                'optimizer with the same parameter groups, or leave its state out '
+                '(load_ignore_keys=["state/optimizers"]).'
             )
         indices = chain.from_iterable(group['params'] for group in state_dict['param_groups'])
         states: dict[str, dict[str, Any]] = {}
-        for index, parameter in zip(indices, self._all_parameters()):
+        for index, parameter in zip(indices, self._all_parameters(), strict=True):
             fragment = self._partitions.fragment(self._partitions.names.get(parameter, ''))
             saved = state_dict['state'].get(index, {})
             if fragment is not None:
                 states[fragment.name] = {
-                    key: fragment.cut(value) if _is_run(key, value) and value.numel() == full_numel(parameter) else value
+                    key: fragment.cut(value)
+                    if _is_run(key, value) and value.numel() == full_numel(parameter)
+                    else value
                     for key, value in saved.items()
                 }
         self._partitioned.load_states(states)
-        for group, saved_group in zip(self.param_groups, state_dict['param_groups']):
+        for group, saved_group in zip(self.param_groups, state_dict['param_groups'], strict=True):
             group.update({key: copy.deepcopy(value) for key, value in saved_group.items() if key != 'params'})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -214,6 +218,7 @@ def optimizer_face(
         '_step_supports_amp_closure': True,
     }
     face = object.__new__(type(cls.__name__, (OptimizerFace, cls), members))
-    # All but the state, which is a property here, and the wrapped `step` that a scheduler has left on the user's object.
+    # All but the state, which is a property here, and the wrapped `step` that a scheduler has left on the user's
+    # object.
     vars(face).update({key: value for key, value in vars(client).items() if key not in ('state', 'step')})
     return face

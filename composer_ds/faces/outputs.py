@@ -1,7 +1,8 @@
 """What the model's forward returned, made visible to DeepSpeed.
 
-DeepSpeed prepares each backward pass in hooks on the tensors that forward returned, and looks for them in tensors, tuples,
-lists and dicts only. A tensor in any other object is not seen: training then fails deep inside, or is silently wrong.
+DeepSpeed prepares each backward pass in hooks on the tensors that forward returned, and looks for them in tensors,
+tuples, lists and dicts only. A tensor in any other object is not seen: training then fails deep inside, or is
+silently wrong.
 """
 
 from __future__ import annotations

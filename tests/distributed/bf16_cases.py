@@ -22,7 +22,9 @@ class Network(ComposerModel):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.LayerNorm(13), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 2))
+        self.net = nn.Sequential(
+            nn.Linear(6, 13), nn.Tanh(), nn.LayerNorm(13), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 2)
+        )
 
     def forward(self, batch):
         return self.net(batch[0])
@@ -31,7 +33,8 @@ class Network(ComposerModel):
         return nn.functional.mse_loss(outputs.float(), batch[1])
 
 
-def _data() -> TensorDataset:
+def network_data() -> TensorDataset:
+    """28 samples of fp32 inputs and targets."""
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(3 * torch.randn(28, 6, generator=generator), 5 * torch.randn(28, 2, generator=generator))
 
@@ -44,13 +47,14 @@ def _model() -> Network:
 def by_hand(reduce_each_microbatch: bool) -> dict[str, torch.Tensor]:
     """Train with fp32 master weights, bf16 working weights, gradients added up in fp32; SGD with momentum.
 
-    On two ranks the average of two bf16 gradients is taken in bf16, as DeepSpeed communicates them: after each microbatch
-    (ZeRO 2 and 3, whose gradients are reduced in the backward pass) or once per optimizer step, in fp32 (ZeRO 1).
+    On two ranks the average of two bf16 gradients is taken in bf16, as DeepSpeed communicates them: after each
+    microbatch (ZeRO 2 and 3, whose gradients are reduced in the backward pass) or once per optimizer step, in fp32
+    (ZeRO 1).
     """
     masters = {name: value.clone() for name, value in _model().state_dict().items()}
     momenta = {name: torch.zeros_like(value) for name, value in masters.items()}
     working = _model().to(torch.bfloat16)
-    dataset = _data()
+    dataset = network_data()
     ranks = dist.get_world_size()
     for _ in range(2):
         for first in range(0, len(dataset), BATCH * ranks):
@@ -90,7 +94,9 @@ def compare_bf16(strategy: str) -> dict[str, float]:
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
-        train_dataloader=DataLoader(_data(), batch_size=BATCH, sampler=dist.get_sampler(_data(), shuffle=False)),
+        train_dataloader=DataLoader(
+            network_data(), batch_size=BATCH, sampler=dist.get_sampler(network_data(), shuffle=False)
+        ),
         max_duration='2ep',
         device='cpu',
         device_train_microbatch_size=MICROBATCH,

@@ -38,7 +38,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     'zero2-cpu': {'zero_stage': 2, 'offload_optimizer': 'cpu'},
     'zero2-buckets': {
         'zero_stage': 2,
-        'ds_config': {'zero_optimization': {'reduce_bucket_size': 60, 'allgather_bucket_size': 60, 'overlap_comm': True}},
+        'ds_config': {
+            'zero_optimization': {'reduce_bucket_size': 60, 'allgather_bucket_size': 60, 'overlap_comm': True}
+        },
     },
     'zero3': {'zero_stage': 3},
     'zero3-cpu': {'zero_stage': 3, 'offload_optimizer': 'cpu'},
@@ -66,7 +68,9 @@ class Regression(ComposerModel):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Dropout(0.2), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 2))
+        self.net = nn.Sequential(
+            nn.Linear(6, 13), nn.Tanh(), nn.Dropout(0.2), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 2)
+        )
 
     def forward(self, batch):
         return self.net(batch[0])
@@ -209,7 +213,7 @@ def _uneven_batches(dataset: TensorDataset) -> list[list[torch.Tensor]]:
     rank = dist.get_global_rank() % 2
     mine = [tensor[14 * rank : 14 * rank + 14] for tensor in dataset.tensors]
     sizes = [[5, 2, 4, 3], [1, 7, 4, 2]][rank]
-    return [list(batch) for batch in zip(*(tensor.split(sizes) for tensor in mine))]
+    return [list(batch) for batch in zip(*(tensor.split(sizes) for tensor in mine), strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,6 +321,7 @@ def compare(case_name: str, optimizer_name: str, strategy: str) -> dict[str, flo
         'difference': max(float((ours[name].double() - oracle[name].double()).abs().max()) for name in oracle),
         'least_move': min(float((ours[name] - before[name]).abs().max()) for name in trained),
         'frozen_moved': max(
-            [float((ours[n] - before[n]).abs().max()) for n, _ in model.named_parameters() if n not in trained], default=0.0
+            [float((ours[n] - before[n]).abs().max()) for n, _ in model.named_parameters() if n not in trained],
+            default=0.0,
         ),
     }

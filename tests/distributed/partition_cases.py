@@ -16,7 +16,7 @@ from tests.distributed.parity_cases import STRATEGIES
 
 
 class Odd(ComposerModel):
-    """Sizes that no number of ranks divides, a parameter of one element, a frozen parameter, tied weights and a buffer."""
+    """Sizes that no number of ranks divides; frozen and tied parameters, one of one element, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -94,10 +94,12 @@ def as_deepspeed_reads_them(strategy: str) -> dict[str, Any]:
     differences = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            theirs = safe_get_full_fp32_param(parameter).reshape(weights[name].shape)
+            theirs: Any = safe_get_full_fp32_param(parameter)
+            theirs = theirs.reshape(weights[name].shape)
             differences[name] = float((weights[name] - theirs).abs().max())
             for key in ('exp_avg', 'exp_avg_sq'):
-                theirs = safe_get_full_optimizer_state(parameter, key).reshape(weights[name].shape)
+                theirs = safe_get_full_optimizer_state(parameter, key)
+                theirs = theirs.reshape(weights[name].shape)
                 assert theirs.abs().sum() > 0
                 differences[f'{name} {key}'] = float((state[name][key] - theirs).abs().max())
             assert float(state[name]['step']) == 2.0

@@ -7,10 +7,11 @@ import pytest
 from tests.distributed.bf16_cases import compare_bf16
 from tests.distributed.parity_cases import STRATEGIES
 
-# Both sides round the same values to bf16 at the same places, and the average over two ranks is exact up to one rounding
-# in bf16 that the reference makes, too. What is left is the order of fp32 additions: with |weight| < 4, a few ulp of
-# 2^-22 for each of 8 optimizer steps, carried on by the momentum (factor 1 / (1 - 0.9)): 8 * 10 * 2^-22 < 2e-5. Gradients
-# added up in bf16, or master weights in bf16, are off by 2^-9 of their size: over 1e-3, which the second assertion shows.
+# Both sides round the same values to bf16 at the same places, and the average over two ranks is exact up to one
+# rounding in bf16 that the reference makes, too. What is left is the order of fp32 additions: with |weight| < 4, a
+# few ulp of 2^-22 for each of 8 optimizer steps, carried on by the momentum (factor 1 / (1 - 0.9)): 8 * 10 * 2^-22 <
+# 2e-5. Gradients added up in bf16, or master weights in bf16, are off by 2^-9 of their size: over 1e-3, which the
+# second assertion shows.
 TOLERANCE = 2e-5
 
 

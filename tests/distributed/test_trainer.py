@@ -21,7 +21,7 @@ def test_evaluation_and_prediction_with_and_without_fit(ranks, world_size: int):
     oracle = ranks(world_size).run(trainer_cases.evaluation_and_prediction, None)
     for strategy in SOME:
         ours = ranks(world_size).run(trainer_cases.evaluation_and_prediction, strategy)
-        for expected, found in zip(oracle, ours):
+        for expected, found in zip(oracle, ours, strict=True):
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=f'{strategy}: {name}')
@@ -74,6 +74,7 @@ def test_every_mistake_is_a_clear_error(ranks):
             assert 'HidesItsOutput' in messages['opaque'] and '_Opaque' in messages['opaque']
             assert 'compile_config' in messages['compile']
             assert 'make a new one' in messages['shared']
+            assert 'scale' in messages['unfrozen'] and 'build a new Trainer' in messages['unfrozen']
 
 
 def test_the_block_at_the_start_of_fit(ranks):

@@ -9,15 +9,15 @@ import pathlib
 from typing import Any
 
 import torch
-import torchmetrics
 from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
-from composer_ds import ComposerDSError, ConfigError, DeepSpeed, ModelOutputError, make_whole
+from composer_ds import ComposerDSError, ConfigError, DeepSpeed, ModelOutputError, TrainingError, make_whole
 from tests.distributed.parity_cases import OPTIMIZERS, STRATEGIES, FindUnusedParameters, weights_of
 
 
@@ -41,7 +41,7 @@ class Classifier(ComposerModel):
         return nn.functional.cross_entropy(outputs, batch[1])
 
     def get_metrics(self, is_train: bool):
-        return {'Accuracy': torchmetrics.classification.MulticlassAccuracy(3, average='micro')}
+        return {'Accuracy': MulticlassAccuracy(3, average='micro')}
 
     def update_metric(self, batch, outputs, metric):
         metric.update(outputs, batch[1])
@@ -61,7 +61,9 @@ def _algorithms(strategy: str | None) -> list[Algorithm]:
     return [] if strategy is None else [DeepSpeed(**copy.deepcopy(STRATEGIES[strategy]))]
 
 
-def _trainer(strategy: str | None, model: ComposerModel | None = None, optimizer: str = 'adamw', **arguments) -> Trainer:
+def _trainer(
+    strategy: str | None, model: ComposerModel | None = None, optimizer: str = 'adamw', **arguments
+) -> Trainer:
     if model is None:
         torch.manual_seed(17)
         model = Classifier()
@@ -124,6 +126,7 @@ def evaluation_and_prediction(strategy: str | None) -> dict[str, Any]:
 
     look('before')
     trainer.fit()
+    assert trainer.state.train_metrics is not None
     found['train accuracy'] = float(trainer.state.train_metrics['Accuracy'].compute())
     look('after')
     trainer.close()
@@ -271,9 +274,19 @@ def bad_input() -> dict[str, str]:
         first.close()
 
     errors['shared'] = _error_of(reuse)
+
+    def unfreeze() -> None:
+        model = Classifier()
+        model.scale.requires_grad_(False)
+        trainer = _trainer('zero2', model)
+        trainer.fit(duration='2ba')
+        model.scale.requires_grad_(True)
+        trainer.fit(duration='2ba')
+
+    errors['unfrozen'] = _error_of(unfreeze)
+    kinds = {'opaque': ModelOutputError, 'unfrozen': TrainingError}
     for name, error in errors.items():
-        expected = ModelOutputError if name == 'opaque' else ConfigError
-        assert isinstance(error, expected), (name, error)
+        assert isinstance(error, kinds.get(name, ConfigError)), (name, error)
     return {name: str(error) for name, error in errors.items()}
 
 
@@ -316,7 +329,7 @@ def hugging_face(strategy: str | None) -> dict[str, Any]:
     )  # fmt: skip
     model = HuggingFaceModel(MT5ForConditionalGeneration(config), use_logits=True)
     generator = torch.Generator().manual_seed(6)
-    samples = [
+    samples: Any = [
         {
             'input_ids': torch.randint(1, 31, (6,), generator=generator),
             'labels': torch.randint(1, 31, (4,), generator=generator),
@@ -339,5 +352,3 @@ def hugging_face(strategy: str | None) -> dict[str, Any]:
     weights = weights_of(trainer)
     trainer.close()
     return {'weights': weights, 'before': before}
-
-

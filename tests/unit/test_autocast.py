@@ -15,7 +15,7 @@ class Doubles(torch.nn.Module):
 
     def forward(self, inputs, fail=False):
         if fail:
-            raise ValueError
+            raise ValueError('on purpose')
         return self.layer(inputs)
 
 
@@ -26,7 +26,7 @@ def test_forward_runs_under_autocast_and_leaves_it():
     with torch.autocast('cpu', enabled=False):  # as DeepSpeed does around the module
         assert model(torch.ones(1, 3)).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled('cpu')
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match='on purpose'):
         model(torch.ones(1, 3), fail=True)
     assert not torch.is_autocast_enabled('cpu')
     for handle in handles:

@@ -1,0 +1,77 @@
+"""The names that a YAML may use for optimizers, schedulers, callbacks and loggers.
+
+Each name stands for an import path, `module:Class`, so that only the classes a run names are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__all__ = ['CALLBACKS', 'LOGGERS', 'OPTIMIZERS', 'SCHEDULERS', 'load']
+
+OPTIMIZERS = {
+    'adamw': 'torch.optim:AdamW',
+    'adam': 'torch.optim:Adam',
+    'sgd': 'torch.optim:SGD',
+    'decoupled_adamw': 'composer.optim:DecoupledAdamW',
+    'decoupled_sgdw': 'composer.optim:DecoupledSGDW',
+}
+
+SCHEDULERS = {
+    'constant': 'composer.optim:ConstantScheduler',
+    'constant_with_warmup': 'composer.optim:ConstantWithWarmupScheduler',
+    'linear': 'composer.optim:LinearScheduler',
+    'linear_with_warmup': 'composer.optim:LinearWithWarmupScheduler',
+    'cosine': 'composer.optim:CosineAnnealingScheduler',
+    'cosine_with_warmup': 'composer.optim:CosineAnnealingWithWarmupScheduler',
+    'cosine_warm_restarts': 'composer.optim:CosineAnnealingWarmRestartsScheduler',
+    'polynomial': 'composer.optim:PolynomialScheduler',
+    'polynomial_with_warmup': 'composer.optim:PolynomialWithWarmupScheduler',
+    'exponential': 'composer.optim:ExponentialScheduler',
+    'step': 'composer.optim:StepScheduler',
+    'multi_step': 'composer.optim:MultiStepScheduler',
+    'multi_step_with_warmup': 'composer.optim:MultiStepWithWarmupScheduler',
+}
+
+# CheckpointSaver is missing on purpose: the section `checkpoint` makes it.
+CALLBACKS = {
+    'activation_monitor': 'composer.callbacks:ActivationMonitor',
+    'early_stopper': 'composer.callbacks:EarlyStopper',
+    'free_outputs': 'composer.callbacks:FreeOutputs',
+    'generate': 'composer.callbacks:Generate',
+    'load_checkpoint': 'composer.callbacks:LoadCheckpoint',
+    'lr_monitor': 'composer.callbacks:LRMonitor',
+    'memory_monitor': 'composer.callbacks:MemoryMonitor',
+    'memory_snapshot': 'composer.callbacks:MemorySnapshot',
+    'nan_monitor': 'composer.callbacks:NaNMonitor',
+    'oom_observer': 'composer.callbacks:OOMObserver',
+    'optimizer_monitor': 'composer.callbacks:OptimizerMonitor',
+    'runtime_estimator': 'composer.callbacks:RuntimeEstimator',
+    'speed_monitor': 'composer.callbacks:SpeedMonitor',
+    'system_metrics_monitor': 'composer.callbacks:SystemMetricsMonitor',
+    'threshold_stopper': 'composer.callbacks:ThresholdStopper',
+}
+
+LOGGERS = {
+    'comet_ml': 'composer.loggers:CometMLLogger',
+    'file': 'composer.loggers:FileLogger',
+    'mlflow': 'composer.loggers:MLFlowLogger',
+    'neptune': 'composer.loggers:NeptuneLogger',
+    'remote_uploader_downloader': 'composer.loggers:RemoteUploaderDownloader',
+    'slack': 'composer.loggers:SlackLogger',
+    'tensorboard': 'composer.loggers:TensorboardLogger',
+    'wandb': 'composer_ds.launch.wandb_logger:WandBLogger',
+}
+
+
+def load(import_path: str) -> type:
+    """Imports a class.
+
+    Args:
+        import_path (str): ``module:Class``, as in the tables above.
+
+    Returns:
+        type: The class.
+    """
+    module, _, name = import_path.partition(':')
+    return getattr(importlib.import_module(module), name)

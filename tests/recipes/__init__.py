@@ -1,0 +1,1 @@
+"""Tests of the recipes and of the commands that run them."""
