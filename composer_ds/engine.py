@@ -34,15 +34,22 @@ def check_environment() -> None:
     # torch.cuda is asked rather than DeepSpeed, whose import would choose the accelerator.
     if not torch.cuda.is_available():
         compiler = os.environ.get('CXX', 'c++')
+        _put_ninja_on_path()
         missing = [program for program in (compiler, 'ninja') if shutil.which(program) is None]
-        if 'ninja' in missing and importlib.util.find_spec('ninja') is not None:
-            missing.remove('ninja')
         if missing:
             raise EnvironmentProblem(
                 'DeepSpeed compiles C++ extensions at first use on a machine without a GPU, and '
                 f'{" and ".join(missing)} cannot be found on the PATH. Install a C++ compiler (Debian: apt-get install '
                 'g++; or name yours in the variable CXX) and ninja (pip install ninja).'
             )
+
+
+def _put_ninja_on_path() -> None:
+    """Let torch find the ninja of the environment, which is not on the PATH where nobody has activated it."""
+    if shutil.which('ninja') is None and importlib.util.find_spec('ninja') is not None:
+        import ninja
+
+        os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', ''), ninja.BIN_DIR])
 
 
 def build_engine(
