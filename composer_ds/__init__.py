@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from composer_ds.errors import ComposerDSError, ConfigError, EnvironmentProblem, ModelOutputError, TrainingError
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
+    from composer_ds.wandb_logger import WandBLogger
     from composer_ds.whole import make_whole
 
 __version__ = '0.1.0'
@@ -19,18 +21,19 @@ __all__ = [
     'EnvironmentProblem',
     'ModelOutputError',
     'TrainingError',
+    'WandBLogger',
     'make_whole',
 ]
 
+# Composer takes seconds to import; `run.py --help` and an error in a YAML file need not wait for it.
+_LAZY = {
+    'DeepSpeed': 'composer_ds.algorithm',
+    'WandBLogger': 'composer_ds.wandb_logger',
+    'make_whole': 'composer_ds.whole',
+}
+
 
 def __getattr__(name: str):
-    # Composer takes seconds to import; `run.py --help` and an error in a YAML file need not wait for it.
-    if name == 'DeepSpeed':
-        from composer_ds.algorithm import DeepSpeed
-
-        return DeepSpeed
-    if name == 'make_whole':
-        from composer_ds.whole import make_whole
-
-        return make_whole
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -45,9 +45,10 @@ from composer_ds.ds_config import read_ds_config
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
 from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace, OptimizerFace, model_face, optimizer_face
+from composer_ds.facts import Settings, TrainerFacts
 from composer_ds.gradients import GradientTracker
 from composer_ds.microbatches import EvenMicrobatches
-from composer_ds.ownership import Plan, Settings, TrainerFacts, check_settings, make_plan
+from composer_ds.ownership import Plan, check_settings, make_plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
 from composer_ds.partitions import Partitions, full_numel
 from composer_ds.whole import leave_partitioned, make_whole
@@ -257,6 +258,9 @@ def _facts(state: State) -> TrainerFacts:
         device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
         world_size=dist.get_world_size(),
         number_of_deepspeed_algorithms=sum(isinstance(algorithm, DeepSpeed) for algorithm in state.algorithms),
+        algorithms_and_callbacks=tuple(
+            cls.__name__ for part in (*state.algorithms, *state.callbacks) for cls in type(part).__mro__
+        ),
         parallelism=tuple(
             name for name, config in (('fsdp', state.fsdp_config), ('tp', state.tp_config)) if config is not None
         ),

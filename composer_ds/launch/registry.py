@@ -60,7 +60,7 @@ LOGGERS = {
     'remote_uploader_downloader': 'composer.loggers:RemoteUploaderDownloader',
     'slack': 'composer.loggers:SlackLogger',
     'tensorboard': 'composer.loggers:TensorboardLogger',
-    'wandb': 'composer_ds.launch.wandb_logger:WandBLogger',
+    'wandb': 'composer_ds.wandb_logger:WandBLogger',
 }
 
 

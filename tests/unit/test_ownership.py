@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from composer_ds.errors import ConfigError
-from composer_ds.ownership import Settings, TrainerFacts, check_settings, make_plan
+from composer_ds.facts import Settings, TrainerFacts
+from composer_ds.ownership import check_settings, make_plan
 
 FACTS = TrainerFacts(
     precision='fp32',
@@ -15,6 +16,7 @@ FACTS = TrainerFacts(
     device_train_microbatch_size=4,
     world_size=2,
     number_of_deepspeed_algorithms=1,
+    algorithms_and_callbacks=('LRMonitor', 'LabelSmoothing'),
     parallelism=(),
     optimizer_class='AdamW',
     trained_elements=1000,
@@ -124,6 +126,8 @@ def test_wrong_settings_are_refused_at_construction(given: Settings, words: list
     ('given', 'facts', 'words'),
     [
         (settings(), {'number_of_deepspeed_algorithms': 2}, ['2 DeepSpeed instances']),
+        (settings(), {'algorithms_and_callbacks': ('GradientClipping',)}, ['GradientClipping', 'gradient_clipping']),
+        (settings(), {'algorithms_and_callbacks': ('EMA', 'LRMonitor')}, ['EMA']),
         (settings(), {'parallelism': ('fsdp',)}, ['parallelism_config', "'fsdp'"]),
         (settings(), {'precision': 'amp_fp16'}, ["'amp_fp16'", 'default on a GPU', "'amp_bf16'"]),
         (settings(), {'device_train_microbatch_size': 'auto'}, ["device_train_microbatch_size='auto'"]),

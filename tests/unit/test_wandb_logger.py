@@ -12,7 +12,7 @@ import pytest
 import wandb
 
 from composer_ds.errors import EnvironmentProblem
-from composer_ds.launch.wandb_logger import WandBLogger
+from composer_ds.wandb_logger import WandBLogger
 
 STATE: Any = SimpleNamespace(run_name='name-of-the-job')
 LOGGER: Any = None
