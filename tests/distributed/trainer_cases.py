@@ -296,7 +296,8 @@ def logged_block(zero_stage: int, microbatch_size: int, batch_size: int) -> str:
     logger = logging.getLogger('composer_ds')
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)
     try:
         dataset = _dataset()
         model = Classifier()
@@ -314,7 +315,7 @@ def logged_block(zero_stage: int, microbatch_size: int, batch_size: int) -> str:
         trainer.close()
     finally:
         logger.removeHandler(handler)
-        logger.level = level
+        logger.setLevel(level)
     return stream.getvalue()
 
 
