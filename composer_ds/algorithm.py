@@ -25,6 +25,7 @@ Composer's loop, with what this algorithm does in it::
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -268,6 +269,7 @@ def _facts(state: State) -> TrainerFacts:
         trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
         trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
         scalar_parameters=tuple(name for name, parameter in state.model.named_parameters() if parameter.dim() == 0),
+        deepspeed_version=importlib.metadata.version('deepspeed'),
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
+from packaging.version import Version
+
 from composer_ds.facts import PRECISIONS, Settings, TrainerFacts, mapping, offload_device, precision_of
 
 __all__ = ['PASSED_ON', 'problems_of_settings', 'problems_with_trainer']
@@ -164,6 +166,17 @@ def problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[s
 
 
 def _precision_sections(settings: Settings, facts: TrainerFacts) -> Iterator[str]:
+    before_0_19_8 = Version(facts.deepspeed_version) < Version('0.19.8')
+    offload = settings.offload_optimizer or offload_device(
+        mapping(settings.ds_config.get('zero_optimization')).get('offload_optimizer')
+    )
+    in_16_bits = settings.zero_stage == 2 or (settings.zero_stage in (0, 1) and offload == 'cpu')
+    if before_0_19_8 and in_16_bits and precision_of(settings, facts) == 'amp_bf16':
+        # Measured with tests/distributed/test_bf16.py.
+        yield (
+            f'deepspeed {facts.deepspeed_version} trains wrongly in bf16 with ZeRO 2, and with ZeRO 1 and offload: it '
+            'adds up gradients in 16 bits or loses some. Install deepspeed>=0.19.8, or use zero_stage=3'
+        )
     for section in ('bf16', 'fp16'):
         enabled = mapping(settings.ds_config.get(section)).get('enabled', 'auto')
         wanted = PRECISIONS.get(precision_of(settings, facts)) == section

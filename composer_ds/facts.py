@@ -46,6 +46,7 @@ class TrainerFacts:
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
         scalar_parameters (tuple[str, ...]): Names of parameters of shape ``()``.
+        deepspeed_version (str): Of the installed package.
     """
 
     precision: str
@@ -59,6 +60,7 @@ class TrainerFacts:
     trained_elements: int
     trained_without_optimizer: tuple[str, ...]
     scalar_parameters: tuple[str, ...]
+    deepspeed_version: str
 
 
 def precision_of(settings: Settings, facts: TrainerFacts) -> str:
