@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import logging
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -40,8 +38,8 @@ from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_ds.announcements import announce, block_of
 from composer_ds.autocast import autocast_inside
-from composer_ds.block import block_of
 from composer_ds.ds_config import read_ds_config
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
 from composer_ds.errors import ConfigError, TrainingError
@@ -55,8 +53,6 @@ from composer_ds.partitions import Partitions, full_numel
 from composer_ds.whole import leave_partitioned, make_whole
 
 __all__ = ['DeepSpeed']
-
-log = logging.getLogger(__name__)
 
 
 class DeepSpeed(Algorithm):
@@ -144,7 +140,7 @@ class DeepSpeed(Algorithm):
             raise ConfigError('This DeepSpeed instance already belongs to a Trainer; make a new one for each Trainer.')
         self.plan = make_plan(self.settings, _facts(state))
         for note in self.plan.notes:
-            _announce(note)
+            announce(note)
         state.precision = Precision(self.plan.precision)
         # The Trainer itself starts no process group on one rank.
         dist.initialize_dist(state.device)
@@ -179,9 +175,7 @@ class DeepSpeed(Algorithm):
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
         _check_still_ours(state, self.plan)
-        block = block_of(self.plan, state)  # collective: the ranks' batch sizes are added up
-        if dist.get_global_rank() == 0:
-            _announce(block)
+        announce(block_of(self.plan, state))  # collective: the ranks' batch sizes are added up
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -292,11 +286,3 @@ def _check_still_ours(state: State, plan: Plan) -> None:
         problems.append("fit(device_train_microbatch_size='auto') is not supported with DeepSpeed; give a number")
     if problems:
         raise ConfigError(problems)
-
-
-def _announce(text: str) -> None:
-    """Log what the user should see, and print it where nobody has configured logging for INFO."""
-    if log.isEnabledFor(logging.INFO):
-        log.info(text)
-    elif dist.get_global_rank() == 0:
-        print(text, file=sys.stderr, flush=True)

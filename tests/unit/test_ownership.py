@@ -67,9 +67,15 @@ def test_bf16_has_fp32_masters_and_fp32_accumulation():
 
 @pytest.mark.parametrize(
     ('given', 'refused'),
-    [(settings(1), False), (settings(1, 'cpu'), True), (settings(0, 'cpu'), True), (settings(2), True)]
-    + [(settings(2, 'cpu'), True), (settings(3, 'cpu'), False)]
-    + [(settings(1, zero_optimization={'offload_optimizer': {'device': 'cpu'}}), True)],
+    [
+        (settings(1), False),
+        (settings(1, 'cpu'), True),
+        (settings(0, 'cpu'), True),
+        (settings(2), True),
+        (settings(2, 'cpu'), True),
+        (settings(3, 'cpu'), False),
+        (settings(1, zero_optimization={'offload_optimizer': {'device': 'cpu'}}), True),
+    ],
 )
 def test_bf16_with_versions_of_deepspeed_that_lose_gradients(given: Settings, refused: bool):
     old = dataclasses.replace(FACTS, precision='amp_bf16', deepspeed_version='0.19.7')

@@ -1,8 +1,10 @@
-"""The block that says, at the start of ``fit``, what will be run."""
+"""What the user is told unasked: notes on the plan, and at the start of ``fit`` the block of what will be run."""
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 
 import torch
 from composer.core import State
@@ -10,7 +12,23 @@ from composer.utils import dist, ensure_tuple
 
 from composer_ds.ownership import Plan
 
-__all__ = ['block_of', 'describe_batch']
+__all__ = ['announce', 'block_of', 'describe_batch']
+
+log = logging.getLogger(__name__)
+
+
+def announce(text: str) -> None:
+    """Log what the user should see, once; print it where nobody has configured logging for INFO.
+
+    Args:
+        text (str): Alike on all ranks; rank 0 speaks.
+    """
+    if dist.get_global_rank() != 0:
+        return
+    if log.isEnabledFor(logging.INFO):
+        log.info(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | None]) -> str:

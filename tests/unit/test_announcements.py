@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_ds.block import describe_batch
+from composer_ds.announcements import describe_batch
 
 
 @pytest.mark.parametrize(
