@@ -164,7 +164,7 @@ def _network_and_tokenizer(model: ModelConfig, *, keep_stress: bool) -> tuple[Pr
         torch.default_generator.manual_seed(model.seed)  # the CPU's alone: torch.manual_seed would reset the GPUs', too
         network = MT5ForConditionalGeneration(config)
     # transformers 5 ties the output layer to the embeddings, which it draws with a deviation of 1: logits would start
-    # with one of sqrt(d_model), and learning would take twice as many optimizer steps.
+    # with one of sqrt(d_model). Measured on the default model: after 600 optimizer steps PER 0.58 instead of 0.15.
     network.shared.weight.data.mul_(model.d_model**-0.5)
     return network, tokenizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
@@ -68,7 +67,7 @@ def _fetch(
             return (
                 f'model.pretrained is {name!r}, a folder from which {model_class.__name__} and its tokenizer do not '
                 f'load ({_first_line(error)}). Give a folder that save_pretrained of both, or a download, has '
-                f'written.{_missing_package()}'
+                'written.'
             )
     try:
         # transformers retries for more than 20 s when there is no network; this request is made once.
@@ -79,7 +78,7 @@ def _fetch(
             f'model.pretrained is {name!r}, which is no folder here, is not in the cache of this machine and cannot be '
             f'loaded from the hub now ({_first_line(error)}). On a machine with network, run '
             f'`hf download {name} --local-dir FOLDER`, copy FOLDER here and write model.pretrained=FOLDER; or leave '
-            f'model.pretrained out to train the small model from random weights.{_missing_package()}'
+            'model.pretrained out to train the small model from random weights.'
         )
 
 
@@ -112,10 +111,3 @@ def _read(
 
 def _first_line(error: Exception) -> str:
     return f'{type(error).__name__}: {(str(error).splitlines() or ["no message"])[0]}'
-
-
-def _missing_package() -> str:
-    """Tells how to read the tokenizers of the published mT5 models, which come as sentencepiece files."""
-    if importlib.util.find_spec('sentencepiece'):
-        return ''
-    return ' The tokenizers of the published mT5 models also need: pip install sentencepiece'
