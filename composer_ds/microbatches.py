@@ -49,7 +49,7 @@ class EvenMicrobatches:
         if not self.active:
             return
         mine = len(_microbatches_of(closure))
-        counts = torch.tensor([mine, -mine], device=self.state.device._device)
+        counts = self.state.device.tensor_to_device(torch.tensor([mine, -mine]))
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, fewest = int(counts[0]), -int(counts[1])
         if fewest == 0:
