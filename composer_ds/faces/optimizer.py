@@ -8,6 +8,7 @@ that a scheduler of either drives the learning rate that DeepSpeed applies.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from composer_ds.gradients import GradientTracker
 
 __all__ = ['OptimizerFace', 'optimizer_face']
+
+log = logging.getLogger(__name__)
 
 
 class OptimizerFace(torch.optim.Optimizer):
@@ -60,6 +63,12 @@ class OptimizerFace(torch.optim.Optimizer):
         self._partitioned.without_gradient = self._gradients.without_gradient()
         self._partitioned.pull_settings()
         self._ds_engine.step()
+        if not self._ds_engine.was_step_applied() and torch.distributed.get_rank() == 0:
+            # DeepSpeed itself says nothing in bf16 and fp32, and a run whose gradients are NaN looks alive.
+            log.warning(
+                'Optimizer step skipped: a gradient is infinite or NaN. The weights are unchanged. Look at the loss, '
+                'the learning rate and the data of this batch.'
+            )
         self._partitioned.push_settings()
         self._gradients.after_optimizer_step()
         # Read by torch's schedulers, which warn when they move before the optimizer that they hold did.

@@ -77,6 +77,14 @@ def test_every_mistake_is_a_clear_error(ranks):
             assert 'scale' in messages['unfrozen'] and 'build a new Trainer' in messages['unfrozen']
 
 
+def test_an_optimizer_step_that_deepspeed_skips_is_told(two_ranks):
+    for strategy in SOME:
+        (moved, text), (moved_too, silence) = two_ranks.run(trainer_cases.non_finite_gradient, strategy)
+        assert moved == moved_too == 0.0
+        assert text.count('Optimizer step skipped') == 1 and 'NaN' in text
+        assert 'skipped' not in silence, 'told once, by rank 0'
+
+
 def test_the_block_at_the_start_of_fit(ranks):
     text = ranks(2).run(trainer_cases.logged_block, 2, 4, 8)
     assert 'microbatch 4 x accumulation 2 x world size 2 = global batch 16' in text[0]

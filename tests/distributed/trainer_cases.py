@@ -290,6 +290,25 @@ def bad_input() -> dict[str, str]:
     return {name: str(error) for name, error in errors.items()}
 
 
+def non_finite_gradient(strategy: str) -> tuple[float, str]:
+    """How far the weights move in an optimizer step with an infinite gradient on one rank, and what is logged."""
+    stream = io.StringIO()
+    logger = logging.getLogger('composer_ds')
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        trainer = _trainer(strategy, optimizer='sgd', max_duration='1ba')
+        if dist.get_global_rank() == 0:
+            trainer.state.train_dataloader.dataset.tensors[0][:] = float('inf')  # pyright: ignore
+        before = weights_of(trainer)
+        trainer.fit()
+        after = weights_of(trainer)
+        trainer.close()
+    finally:
+        logger.removeHandler(handler)
+    return max(float((after[name] - before[name]).abs().max()) for name in before), stream.getvalue()
+
+
 def logged_block(zero_stage: int, microbatch_size: int, batch_size: int) -> str:
     """What is logged at INFO from the construction of the Trainer to the start of training."""
     stream = io.StringIO()
