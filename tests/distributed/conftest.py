@@ -23,6 +23,13 @@ def one_rank() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture
+def four_ranks() -> Iterator[RankPool]:
+    """Four ranks; ended after the test, since four processes with DeepSpeed take 3 GB."""
+    with RankPool(world_size=4, timeout_sec=300) as pool:
+        yield pool
+
+
 @pytest.fixture(scope='session')
 def ranks(request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
     """The pool of a given world size, for tests that are parametrised over it."""

@@ -20,6 +20,11 @@ def test_weights_equal_plain_composer(ranks, world_size: int, optimizer: str, ca
     _assert_equal(ranks(world_size), case, optimizer, list(STRATEGIES))
 
 
+def test_four_ranks(four_ranks):
+    for case in ('does-not-divide', 'sometimes', 'batchnorm'):
+        _assert_equal(four_ranks, case, 'sgd', ['zero1-cpu', 'zero2', 'zero3-cut-cpu-params'])
+
+
 @pytest.mark.parametrize('optimizer', ['sgd', 'adamw'])
 def test_ranks_that_use_different_parameters(two_ranks, optimizer: str):
     _assert_equal(two_ranks, 'rank-dependent', optimizer, ['zero1', 'zero1-cpu'])
