@@ -36,7 +36,6 @@ from composer.core import Event, Precision, State
 from composer.devices import DeviceCPU
 from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
-from torch.nn.parallel import DistributedDataParallel
 
 from composer_ds.announcements import announce, block_of
 from composer_ds.autocast import autocast_inside
@@ -150,9 +149,8 @@ class DeepSpeed(Algorithm):
         assert self.plan is not None
         model, client = state.model, ensure_tuple(state.optimizers)[0]
         make_whole(model)
-        held = {parameter for group in client.param_groups for parameter in group['params']}
-        names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        names = {parameter: name for parameter, name in names.items() if parameter in held}
+        held = _held_by(client)
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in held}
         optimizer = partitioned_optimizer(client)
         rounded = [
             parameter for parameter in names if self.plan.precision == 'amp_bf16' and parameter.is_floating_point()
@@ -218,8 +216,8 @@ class DeepSpeed(Algorithm):
         if self.ds_engine is None:
             return
         ds_engine, self.ds_engine = self.ds_engine, None
-        for undo in self._undo:
-            undo()
+        while self._undo:
+            self._undo.pop()()
         close_engine(ds_engine)
         for face in (state.model, *ensure_tuple(state.optimizers)):
             if isinstance(face, ModelFace | OptimizerFace):
@@ -243,15 +241,18 @@ def _device_type(ds_engine: Any) -> str:
     return ds_engine.device.type
 
 
+def _held_by(*optimizers: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']}
+
+
 def _facts(state: State) -> TrainerFacts:
     optimizers = ensure_tuple(state.optimizers)
-    held = {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']}
+    held = _held_by(*optimizers)
     trainable = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     return TrainerFacts(
         precision=str(state.precision.value),
         on_cpu=isinstance(state.device, DeviceCPU),
         device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
-        world_size=dist.get_world_size(),
         number_of_deepspeed_algorithms=sum(isinstance(algorithm, DeepSpeed) for algorithm in state.algorithms),
         algorithms_and_callbacks=tuple(
             cls.__name__ for part in (*state.algorithms, *state.callbacks) for cls in type(part).__mro__
@@ -275,10 +276,9 @@ def _check_still_ours(state: State, plan: Plan) -> None:
             'precision to the Trainer'
         )
     if not isinstance(state.model, ModelFace):
-        wrapper = 'DistributedDataParallel' if isinstance(state.model, DistributedDataParallel) else type(state.model)
         problems.append(
-            f'state.model has become {wrapper}; nothing may wrap or replace the model after DeepSpeed has taken it at '
-            'BEFORE_LOAD'
+            f'state.model has become {type(state.model).__name__}; nothing may wrap or replace the model after '
+            'DeepSpeed has taken it at BEFORE_LOAD'
         )
     elif 'forward' in vars(state.model):
         problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')

@@ -16,7 +16,7 @@ from composer_ds.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-__all__ = ['build_engine', 'check_environment', 'close_engine']
+__all__ = ['broadcast_buffers', 'build_engine', 'check_environment', 'close_engine']
 
 
 def check_environment() -> None:

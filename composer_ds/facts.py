@@ -37,7 +37,6 @@ class TrainerFacts:
         precision (str): Composer's precision, such as ``'amp_bf16'``.
         on_cpu (bool): Whether the model is trained on the CPU.
         device_train_microbatch_size (int | float | str | None): As given to the Trainer; None when not given yet.
-        world_size (int): Number of ranks.
         number_of_deepspeed_algorithms (int): How often ``DeepSpeed`` stands in ``algorithms``.
         algorithms_and_callbacks (tuple[str, ...]): Names of the classes, and their bases, of all algorithms and
             callbacks.
@@ -52,7 +51,6 @@ class TrainerFacts:
     precision: str
     on_cpu: bool
     device_train_microbatch_size: int | float | str | None
-    world_size: int
     number_of_deepspeed_algorithms: int
     algorithms_and_callbacks: tuple[str, ...]
     parallelism: tuple[str, ...]

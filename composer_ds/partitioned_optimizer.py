@@ -23,7 +23,6 @@ __all__ = ['PartitionedOptimizer', 'partitioned_optimizer']
 class PartitionedOptimizer(torch.optim.Optimizer):
     """Mixed into the class of the user's optimizer by :func:`partitioned_optimizer`; never constructed directly."""
 
-    client: torch.optim.Optimizer
     group_pairs: list[tuple[dict[str, Any], dict[str, Any]]]
     partitions: Partitions
     without_gradient: set[torch.nn.Parameter]
@@ -146,7 +145,6 @@ def partitioned_optimizer(client: torch.optim.Optimizer) -> PartitionedOptimizer
     ours = object.__new__(type(cls.__name__, (PartitionedOptimizer, cls), {'__module__': __name__}))
     # A scheduler has put a wrapped `step` of the user's object into its __dict__, which must not shadow ours.
     ours.__dict__.update({key: value for key, value in vars(client).items() if key != 'step'})
-    ours.client = client
     ours.without_gradient = set()
     ours.split = {}
     ours.state = defaultdict(dict)

@@ -14,7 +14,6 @@ FACTS = TrainerFacts(
     precision='fp32',
     on_cpu=False,
     device_train_microbatch_size=4,
-    world_size=2,
     number_of_deepspeed_algorithms=1,
     algorithms_and_callbacks=('LRMonitor', 'LabelSmoothing'),
     parallelism=(),
