@@ -3,8 +3,8 @@
 Composer's loop, with what this algorithm does in it::
 
     Trainer(...)
-        INIT                    all settings are compared: one plan, or one error with all conflicts
-        BEFORE_LOAD             the engine is built; faces take the places of state.model and state.optimizers
+        BEFORE_LOAD             all settings are compared: one plan, or one error with all conflicts; the engine is
+                                built; faces take the places of state.model, state.optimizers and state.scaler
         (a checkpoint is loaded, through the faces)
         (DistributedDataParallel is offered a model without parameters, and leaves it alone)
     Trainer.fit()
@@ -25,30 +25,34 @@ Composer's loop, with what this algorithm does in it::
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from composer import Algorithm, Callback
+from composer.algorithms import GradientClipping
 from composer.core import Event, Precision, State
-from composer.devices import DeviceCPU
 from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
 
 from composer_ds.announcements import announce, block_of
 from composer_ds.autocast import autocast_inside
+from composer_ds.batches import problems_of_batches
+from composer_ds.composer_parts import problems_of_late_surgery
 from composer_ds.ds_config import read_ds_config
+from composer_ds.ema import partition_averages
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
 from composer_ds.errors import ConfigError, TrainingError
-from composer_ds.faces import ModelFace, OptimizerFace, model_face, optimizer_face
-from composer_ds.facts import Settings, TrainerFacts
+from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
+from composer_ds.facts import Settings
 from composer_ds.gradients import GradientTracker
 from composer_ds.microbatches import EvenMicrobatches
-from composer_ds.ownership import Plan, check_settings, make_plan
+from composer_ds.optimizers import is_composers_default, optimizer_from_section
+from composer_ds.ownership import Plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
-from composer_ds.partitions import Partitions, full_numel
+from composer_ds.partitions import Partitions
+from composer_ds.trainer_facts import agreed_plan, facts_of, parameters_of
 from composer_ds.whole import leave_partitioned, make_whole
 
 __all__ = ['DeepSpeed']
@@ -63,8 +67,8 @@ class DeepSpeed(Algorithm):
     plain Composer.
 
     Args:
-        zero_stage (int): What is partitioned over the ranks: 1 the optimizer state, 2 the gradients, too, 3 the
-            weights, too. 0 is run as 1. Default: 2.
+        zero_stage (int | None): What is partitioned over the ranks: 1 the optimizer state, 2 the gradients, too, 3 the
+            weights, too. 0 is run as 1. Default: None, for the stage in the ds_config, or else 2.
         offload_optimizer (str | None): ``'cpu'`` keeps master weights and optimizer state in host memory. Default:
             None.
         offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
@@ -72,26 +76,26 @@ class DeepSpeed(Algorithm):
             JSON or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
 
     Raises:
-        ConfigError: When a setting is not allowed (all problems at once); conflicts with the Trainer's arguments are
-            raised from ``Trainer(...)``.
+        ConfigError: When the ds_config cannot be read. Settings that are not allowed or disagree with the Trainer's are
+            raised from ``Trainer(...)``, all at once.
         EnvironmentProblem: When deepspeed or a compiler is missing.
     """
 
     def __init__(
         self,
-        zero_stage: int = 2,
+        zero_stage: int | None = None,
         offload_optimizer: str | None = None,
         offload_param: str | None = None,
         ds_config: Mapping[str, Any] | str | Path | None = None,
     ):
         self.settings = Settings(zero_stage, offload_optimizer, offload_param, read_ds_config(ds_config))
-        check_settings(self.settings)
         check_environment()
         self.plan: Plan | None = None
         self.ds_engine = None
         """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
         self._undo: list[Callable[[], None]] = []
         """What to call when the Trainer is closed."""
+        self._optimizer_from_section = False
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
@@ -135,44 +139,59 @@ class DeepSpeed(Algorithm):
         return False
 
     def _init(self, state: State, logger: Logger) -> None:
-        if self.ds_engine is not None:
-            raise ConfigError('This DeepSpeed instance already belongs to a Trainer; make a new one for each Trainer.')
-        self.plan = make_plan(self.settings, _facts(state))
-        for note in self.plan.notes:
-            announce(note)
-        state.precision = Precision(self.plan.precision)
-        # The Trainer itself starts no process group on one rank.
-        dist.initialize_dist(state.device)
-        state.callbacks.append(_EngineCloser(self))
+        # Before the schedulers are made for it.
+        section, optimizers = self.settings.ds_config.get('optimizer'), ensure_tuple(state.optimizers)
+        if section not in (None, 'auto') and optimizers and is_composers_default(optimizers[0]):
+            optimizer = optimizer_from_section(section, optimizers[0])
+            if optimizer is not None:
+                state.optimizers = optimizer
+                self._optimizer_from_section = True
 
     def _before_load(self, state: State, logger: Logger) -> None:
-        assert self.plan is not None
+        # Not at INIT: surgery of other algorithms may follow there, and the Trainer does not know its dataloader yet.
+        if self.ds_engine is not None:
+            raise ConfigError('This DeepSpeed instance already belongs to a Trainer; make a new one for each Trainer.')
+        # The Trainer itself starts no process group on one rank.
+        dist.initialize_dist(state.device)
+        self.plan = plan = agreed_plan(self.settings, facts_of(state, self._optimizer_from_section))
+        for note in plan.notes:
+            announce(note)
+        state.precision = Precision(plan.precision)
+        state.callbacks.append(_EngineCloser(self))
+        # Their work is DeepSpeed's now.
+        state.algorithms = [part for part in state.algorithms if not isinstance(part, GradientClipping)]
+        self._build(state, plan)
+
+    def _build(self, state: State, plan: Plan) -> None:
         model, client = state.model, ensure_tuple(state.optimizers)[0]
         make_whole(model)
-        held = _held_by(client)
+        held = parameters_of(client)
         names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in held}
-        optimizer = partitioned_optimizer(client)
-        rounded = [
-            parameter for parameter in names if self.plan.precision == 'amp_bf16' and parameter.is_floating_point()
-        ]
+        optimizer = partitioned_optimizer(client, plan.fused_adam)
+        rounded = [parameter for parameter in names if plan.weights != 'fp32' and parameter.is_floating_point()]
         originals = {parameter: parameter.detach().to('cpu', torch.float32, copy=True) for parameter in rounded}
-        self.ds_engine = build_engine(model, optimizer, self.plan.ds_config)
+        self.ds_engine = build_engine(model, optimizer, plan.ds_config)
         broadcast_buffers(model)
         partitions = Partitions(self.ds_engine, names)
         partitions.restore_masters(originals)
         self._frozen = {name: parameter for name, parameter in model.named_parameters() if parameter not in names}
+        self._taken = frozenset(model.parameters())
         optimizer.bind(partitions)
         self._gradients = GradientTracker(partitions)
-        self._even_microbatches = EvenMicrobatches(state, self.plan.zero_stage)
+        self._even_microbatches = EvenMicrobatches(state, plan.zero_stage)
         self._undo.append(self._gradients.close)
-        if self.plan.precision == 'amp_bf16':
-            self._undo += [handle.remove for handle in autocast_inside(model, _device_type(self.ds_engine))]
+        if plan.autocast_dtype is not None:
+            handles = autocast_inside(model, _device_type(self.ds_engine), plan.autocast_dtype)
+            self._undo += [handle.remove for handle in handles]
         state.model = model_face(model, self.ds_engine, partitions)
+        self._undo.append(partition_averages(state.algorithms, partitions, model))
         state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
+        if plan.precision == 'amp_fp16':
+            state.scaler = ScalerFace(self.ds_engine)
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
-        _check_still_ours(state, self.plan)
+        _check_still_ours(state, self.plan, self.settings, self._taken)
         announce(block_of(self.plan, state))  # collective: the ranks' batch sizes are added up
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
@@ -201,8 +220,8 @@ class DeepSpeed(Algorithm):
 
             roots = list(state.model.parameters(recurse=False))
             self._evaluation.enter_context(deepspeed.zero.GatheredParameters(roots))
-        if self.plan.precision == 'amp_bf16':
-            self._evaluation.enter_context(torch.autocast(_device_type(self.ds_engine), dtype=torch.bfloat16))
+        if self.plan.autocast_dtype is not None:
+            self._evaluation.enter_context(torch.autocast(_device_type(self.ds_engine), dtype=self.plan.autocast_dtype))
 
     def _after_eval_forward(self, state: State, logger: Logger) -> None:
         self._evaluation.close()
@@ -241,35 +260,12 @@ def _device_type(ds_engine: Any) -> str:
     return ds_engine.device.type
 
 
-def _held_by(*optimizers: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
-    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']}
-
-
-def _facts(state: State) -> TrainerFacts:
-    optimizers = ensure_tuple(state.optimizers)
-    held = _held_by(*optimizers)
-    trainable = {name: parameter for name, parameter in state.model.named_parameters() if parameter.requires_grad}
-    return TrainerFacts(
-        precision=str(state.precision.value),
-        on_cpu=isinstance(state.device, DeviceCPU),
-        device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
-        number_of_deepspeed_algorithms=sum(isinstance(algorithm, DeepSpeed) for algorithm in state.algorithms),
-        algorithms_and_callbacks=tuple(
-            cls.__name__ for part in (*state.algorithms, *state.callbacks) for cls in type(part).__mro__
-        ),
-        parallelism=tuple(
-            name for name, config in (('fsdp', state.fsdp_config), ('tp', state.tp_config)) if config is not None
-        ),
-        optimizer_class=type(optimizers[0]).__name__ if optimizers else None,
-        trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
-        trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
-        scalar_parameters=tuple(name for name, parameter in state.model.named_parameters() if parameter.dim() == 0),
-        deepspeed_version=importlib.metadata.version('deepspeed'),
-    )
-
-
-def _check_still_ours(state: State, plan: Plan) -> None:
-    problems = []
+def _check_still_ours(
+    state: State, plan: Plan, settings: Settings, taken: frozenset[torch.nn.Parameter]
+) -> None:
+    """Compare what ``fit`` was given with what the engine was built for. Collective."""
+    facts = facts_of(state)
+    problems = [*problems_of_batches(settings.ds_config, facts), *problems_of_late_surgery(state.model, taken)]
     if state.precision.value != plan.precision:
         problems.append(
             f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the "
@@ -282,7 +278,5 @@ def _check_still_ours(state: State, plan: Plan) -> None:
         )
     elif 'forward' in vars(state.model):
         problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')
-    if state.auto_microbatching:
-        problems.append("fit(device_train_microbatch_size='auto') is not supported with DeepSpeed; give a number")
     if problems:
         raise ConfigError(problems)

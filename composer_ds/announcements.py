@@ -75,19 +75,22 @@ def block_of(plan: Plan, state: State) -> str:
         str: The block, alike on all ranks.
     """
     batch_sizes = dist.all_gather_object(getattr(state.dataloader, 'batch_size', None))
-    weights = 'fp32'
-    if plan.precision == 'amp_bf16':
+    precision = plan.precision
+    if plan.weights != 'fp32':
         accumulation = plan.ds_config['data_types']['grad_accum_dtype']
-        weights = f'amp_bf16 (bf16 weights, fp32 master weights, gradients added up in {accumulation})'
+        precision += f' ({plan.weights} weights, fp32 master weights, gradients added up in {accumulation})'
+    elif plan.autocast_dtype is not None:
+        precision += ' (fp32 weights, forward under autocast)'
     offloaded = [name for name, on in (('optimizer', plan.offload_optimizer), ('parameters', plan.offload_param)) if on]
     clipping = plan.ds_config['gradient_clipping']
     optimizer = ensure_tuple(state.optimizers)[0]
     groups = len(optimizer.param_groups)
+    kernel = ", by torch's fused CPU kernel (fused=False keeps it away)" if plan.fused_adam else ''
     lines = [
         ('ZeRO stage', str(plan.zero_stage)),
         ('offload', f'{" and ".join(offloaded)} to CPU' if offloaded else 'none'),
-        ('precision', weights),
-        ('optimizer', f'{type(optimizer).__name__}, {groups} parameter group{"s" if groups > 1 else ""}'),
+        ('precision', precision),
+        ('optimizer', f'{type(optimizer).__name__}, {groups} parameter group{"s" if groups > 1 else ""}{kernel}'),
         ('clipping', f'norm {clipping}' if clipping else 'none'),
         ('batch', describe_batch(state.device_train_microbatch_size, batch_sizes)),
         ('device', f'{torch.cuda.get_device_name()}' if torch.cuda.is_available() else 'CPU'),

@@ -1,7 +1,7 @@
 """Composer's autocast, kept on inside the engine.
 
-Composer runs the model under ``torch.autocast`` when its precision is ``amp_bf16``. On a GPU DeepSpeed (0.19) switches
-autocast off around the engine's forward pass, because its weights are bf16 already; but then a model that is fed fp32
+Composer runs the model under ``torch.autocast`` when its precision is ``amp_bf16`` or ``amp_fp16``. On a GPU DeepSpeed (0.19) switches
+autocast off around the engine's forward pass, because its weights have 16 bits already; but then a model that is fed fp32
 images, or that adds an fp32 mask, fails on the dtypes, and layer norms and softmax are rounded where plain Composer
 keeps them in fp32. On a CPU Composer never switches it on. So it is switched on around the user's module, inside the
 engine.
@@ -18,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 __all__ = ['autocast_inside']
 
 
-def autocast_inside(model: torch.nn.Module, device_type: str) -> list[RemovableHandle]:
-    """Run the model's forward under bf16 autocast. Called once, at ``BEFORE_LOAD``.
+def autocast_inside(model: torch.nn.Module, device_type: str, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Run the model's forward under autocast. Called once, at ``BEFORE_LOAD``.
 
     Args:
         model (torch.nn.Module): The user's model; it gets a hook before and one after its forward.
         device_type (str): Such as ``'cuda'``.
+        dtype (torch.dtype): bf16 or fp16.
 
     Returns:
         list[RemovableHandle]: Removes the hooks again.
@@ -31,7 +32,7 @@ def autocast_inside(model: torch.nn.Module, device_type: str) -> list[RemovableH
     contexts: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:
-        context = torch.autocast(device_type, dtype=torch.bfloat16)
+        context = torch.autocast(device_type, dtype=dtype)
         context.__enter__()
         contexts.append(context)
 

@@ -84,6 +84,9 @@ class EvenMicrobatches:
                 loss = model.loss(outputs, self._last_microbatch)
             losses = list(loss.values()) if isinstance(loss, dict) else list(ensure_tuple(loss))
             total = torch.stack([one.mean() for one in losses]).sum()
+            if self.state.precision == Precision.AMP_FP16:
+                assert self.state.scaler is not None
+                total = self.state.scaler.scale(total)  # without it DeepSpeed refuses the backward pass
             total.backward(torch.zeros_like(total))
         with torch.no_grad():
             for buffer, before in buffers.items():

@@ -24,6 +24,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     """Mixed into the class of the user's optimizer by :func:`partitioned_optimizer`; never constructed directly."""
 
     group_pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+    own_settings: dict[str, Any]
     partitions: Partitions
     without_gradient: set[torch.nn.Parameter]
     split: dict[int, list[tuple[Fragment, torch.Tensor]]]
@@ -39,12 +40,12 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     def pull_settings(self) -> None:
         """Take over lr, weight decay and every other setting from the user's parameter groups."""
         for theirs, ours in self.group_pairs:
-            ours.update({key: value for key, value in theirs.items() if key != 'params'})
+            ours.update({key: value for key, value in theirs.items() if key != 'params'} | self.own_settings)
 
     def push_settings(self) -> None:
         """Hand back what the algorithm wrote into its parameter groups."""
         for theirs, ours in self.group_pairs:
-            theirs.update({key: ours[key] for key in theirs if key != 'params'})
+            theirs.update({key: ours[key] for key in theirs if key != 'params' and key not in self.own_settings})
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update this rank's partitions. Called by DeepSpeed with the reduced and clipped gradient in ``flat.grad``.
@@ -129,7 +130,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """Leave resources of the user's optimizer (DeepSpeedCPUAdam frees a C++ object) to the user's object."""
 
 
-def partitioned_optimizer(client: torch.optim.Optimizer) -> PartitionedOptimizer:
+def partitioned_optimizer(client: torch.optim.Optimizer, fused: bool = False) -> PartitionedOptimizer:
     """Make the optimizer that DeepSpeed may rewrite, out of the user's optimizer, which stays as it is.
 
     Parameter groups without a parameter to train are left out: DeepSpeed fails on them, or drops them and shifts the
@@ -137,6 +138,7 @@ def partitioned_optimizer(client: torch.optim.Optimizer) -> PartitionedOptimizer
 
     Args:
         client (torch.optim.Optimizer): The user's optimizer.
+        fused (bool): Whether torch's fused kernel is to run it, although the user's groups do not ask for it.
 
     Returns:
         PartitionedOptimizer: An instance of a subclass of the user's class with parameter groups of its own.
@@ -148,11 +150,12 @@ def partitioned_optimizer(client: torch.optim.Optimizer) -> PartitionedOptimizer
     ours.without_gradient = set()
     ours.split = {}
     ours.state = defaultdict(dict)
+    ours.own_settings = {'fused': True} if fused else {}
     ours.group_pairs = []
     for group in client.param_groups:
         trained = [parameter for parameter in group['params'] if parameter.requires_grad]
         if trained:
-            ours.group_pairs.append((group, {**group, 'params': trained}))
+            ours.group_pairs.append((group, {**group, 'params': trained, **ours.own_settings}))
     ours.param_groups = [group for _, group in ours.group_pairs]
     return ours
 

@@ -63,14 +63,15 @@ class OptimizerFace(torch.optim.Optimizer):
         self._partitioned.without_gradient = self._gradients.without_gradient()
         self._partitioned.pull_settings()
         self._ds_engine.step()
-        if not self._ds_engine.was_step_applied() and torch.distributed.get_rank() == 0:
+        skipped = not self._ds_engine.was_step_applied()
+        if skipped and torch.distributed.get_rank() == 0:
             # DeepSpeed itself says nothing in bf16 and fp32, and a run whose gradients are NaN looks alive.
             log.warning(
                 'Optimizer step skipped: a gradient is infinite or NaN. The weights are unchanged. Look at the loss, '
                 'the learning rate and the data of this batch.'
             )
         self._partitioned.push_settings()
-        self._gradients.after_optimizer_step()
+        self._gradients.after_optimizer_step(skipped)
         # Read by torch's schedulers, which warn when they move before the optimizer that they hold did.
         self._client._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
@@ -109,7 +110,9 @@ class OptimizerFace(torch.optim.Optimizer):
             shapes.
         """
         indices = {parameter: index for index, parameter in enumerate(self._all_parameters())}
-        state = {indices[parameter]: self._whole_state(parameter) for parameter in self._partitions.names}
+        # Composer's LayerFreezing takes parameters out of the groups, and these have no place in torch's layout.
+        held = [parameter for parameter in self._partitions.names if parameter in indices]
+        state = {indices[parameter]: self._whole_state(parameter) for parameter in held}
         groups = []
         for group in self.param_groups:
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != 'params'}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from composer import Algorithm, ComposerModel, Trainer
+from composer.algorithms import GradientClipping
 from composer.optim import DecoupledAdamW, DecoupledSGDW, LinearWithWarmupScheduler
 from composer.utils import dist
 from torch import nn
@@ -226,6 +227,7 @@ class Case:
     microbatch_size: int = 2
     groups: bool = False
     schedule: bool = False
+    clipping: float | None = None
     unused_parameters: bool = False
 
 
@@ -238,6 +240,7 @@ CASES = {
     'groups': Case(Frozen, groups=True, schedule=True),
     'sometimes': Case(Sometimes, _with_branches, _unshuffled_loader, unused_parameters=True),
     'uneven': Case(Regression, loader=_uneven_batches),
+    'clipped': Case(Regression, microbatch_size=3, clipping=0.7),
     'batchnorm': Case(Convolutions, functools.partial(_vectors, 36)),
     'dataclass': Case(DataclassOutput),
 }
@@ -285,6 +288,8 @@ def train(case_name: str, optimizer_name: str, strategy: str | None, duration: s
         algorithms.append(DeepSpeed(**STRATEGIES[strategy]))
     elif case.unused_parameters:
         algorithms.append(FindUnusedParameters())
+    if case.clipping is not None:
+        algorithms.append(GradientClipping('norm', case.clipping))
     trainer = Trainer(
         model=model,
         optimizers=OPTIMIZERS[optimizer_name](parameters),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.bf16_cases import compare_bf16
+from tests.distributed.bf16_cases import compare_autocast, compare_bf16
 from tests.distributed.parity_cases import STRATEGIES
 
 # Both sides round the same values to bf16 at the same places, and the average over two ranks is exact up to one
@@ -21,4 +21,12 @@ def test_bf16_equals_training_by_hand(ranks, world_size: int, strategy: str):
     for result in ranks(world_size).run(compare_bf16, strategy):
         assert result['difference'] < TOLERANCE, result
         assert result['rounding'] > 50 * TOLERANCE, 'the masters must hold more than bf16 can'
+        assert result['least_move'] > 1e-2
+
+
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2-cpu', 'zero3-cut'])
+def test_torch_autocast_equals_fp32_weights_under_autocast(two_ranks, strategy: str):
+    for result in two_ranks.run(compare_autocast, strategy):
+        assert result['difference'] < TOLERANCE, result
+        assert result['to_fp32'] > 20 * TOLERANCE, 'autocast must have been on'
         assert result['least_move'] > 1e-2

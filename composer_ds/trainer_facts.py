@@ -1,0 +1,112 @@
+"""What the Trainer knows, read from Composer's state, and the plan that all ranks agree on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.devices import DeviceCPU
+from composer.utils import dist, ensure_tuple
+
+from composer_ds.auto_values import hidden_size_of
+from composer_ds.errors import ConfigError
+from composer_ds.facts import Settings, TrainerFacts
+from composer_ds.ownership import Plan, make_plan
+from composer_ds.partitions import full_numel
+
+__all__ = ['agreed_plan', 'facts_of', 'parameters_of']
+
+
+def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts:
+    """Read what the Trainer knows. Called at ``BEFORE_LOAD`` and at ``FIT_START``.
+
+    Collective: the ranks' batch sizes are gathered.
+
+    Args:
+        state (State): Composer's state.
+        optimizer_from_section (bool): Whether its optimizer was built from the ds_config.
+
+    Returns:
+        TrainerFacts: Alike on all ranks.
+    """
+    optimizers = ensure_tuple(state.optimizers)
+    held = parameters_of(*optimizers)
+    parameters = dict(state.model.named_parameters())
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    frozen = (name for name, p in parameters.items() if not p.requires_grad and p.is_floating_point())
+    dataloader = state.train_dataloader
+    own_size = getattr(dataloader, 'batch_size', None)
+    sizes = dist.all_gather_object(None if dataloader is None else (own_size,))
+    return TrainerFacts(
+        precision=str(state.precision.value),
+        on_cpu=isinstance(state.device, DeviceCPU),
+        fp16_supported=_fp16_supported(),
+        world_size=dist.get_world_size(),
+        batch_sizes=None if None in sizes else tuple(size for (size,) in sizes),
+        device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
+        number_of_deepspeed_algorithms=sum(type(part).__name__ == 'DeepSpeed' for part in state.algorithms),
+        parts=(*state.algorithms, *state.callbacks),
+        parallelism=tuple(
+            name for name, config in (('fsdp', state.fsdp_config), ('tp', state.tp_config)) if config is not None
+        ),
+        optimizer=optimizers[0] if optimizers else None,
+        optimizer_from_section=optimizer_from_section,
+        number_of_schedulers=len(state.schedulers),
+        hidden_size=hidden_size_of(state.model),
+        trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
+        trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
+        scalar_parameters=tuple(name for name, parameter in parameters.items() if parameter.dim() == 0),
+        frozen_parameters=tuple(frozen),
+        float_buffers=tuple(name for name, buffer in state.model.named_buffers() if buffer.is_floating_point()),
+        deepspeed_version=importlib.metadata.version('deepspeed'),
+    )
+
+
+def parameters_of(*optimizers: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
+    """Collect the parameters that optimizers hold.
+
+    Args:
+        *optimizers (torch.optim.Optimizer): Any number.
+
+    Returns:
+        set[torch.nn.Parameter]: Of all their groups.
+    """
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']}
+
+
+def _fp16_supported() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    return bool(accelerator.is_fp16_supported())
+
+
+def agreed_plan(settings: Settings, facts: TrainerFacts) -> Plan:
+    """Make the plan, or raise the same error on every rank.
+
+    Collective: a conflict that one rank alone sees (its ds_config file differs, say) is told to all, so that none goes
+    on and waits for it forever.
+
+    Args:
+        settings (Settings): What the user gave to ``DeepSpeed``.
+        facts (TrainerFacts): What the Trainer knows.
+
+    Returns:
+        Plan: What will be run.
+
+    Raises:
+        ConfigError: On every rank, with the problems of all ranks.
+    """
+    plan, problems = None, []
+    try:
+        plan = make_plan(settings, facts)
+    except ConfigError as error:
+        problems = list(error.problems)
+    everyones = dist.all_gather_object(problems)
+    together = list(dict.fromkeys(problem for one in everyones for problem in one))
+    if together:
+        raise ConfigError(together)
+    assert plan is not None
+    return plan
