@@ -47,6 +47,7 @@ from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
 from composer_ds.facts import Settings
 from composer_ds.gradients import GradientTracker
+from composer_ds.loss_scaling import GrowthAfterUpdate
 from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
@@ -96,6 +97,7 @@ class DeepSpeed(Algorithm):
         self._undo: list[Callable[[], None]] = []
         """What to call when the Trainer is closed."""
         self._optimizer_from_section = False
+        self._loss_scaling: GrowthAfterUpdate | None = None
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
@@ -185,9 +187,16 @@ class DeepSpeed(Algorithm):
             self._undo += [handle.remove for handle in handles]
         state.model = model_face(model, self.ds_engine, partitions)
         self._undo.append(partition_averages(state.algorithms, partitions, model))
-        state.optimizers = optimizer_face(client, self.ds_engine, optimizer, self._gradients, self._even_microbatches)
+        state.optimizers = optimizer_face(
+            client, self.ds_engine, optimizer, self._gradients, self._even_microbatches, self._after_optimizer_step
+        )
         if plan.precision == 'amp_fp16':
             state.scaler = ScalerFace(self.ds_engine)
+            self._loss_scaling = GrowthAfterUpdate(self.ds_engine.optimizer)
+
+    def _after_optimizer_step(self, applied: bool) -> None:
+        if self._loss_scaling is not None:
+            self._loss_scaling.after_optimizer_step()
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None

@@ -39,6 +39,7 @@ class OptimizerFace(torch.optim.Optimizer):
     _partitions: Partitions
     _gradients: GradientTracker
     _even_microbatches: EvenMicrobatches
+    _after_optimizer_step: Callable[[bool], None]
 
     def step(self, closure: Callable | None = None, **kwargs: Any) -> Any:  # pyright: ignore
         """Make one optimizer step: all microbatches, then the update. Called by Composer once per batch.
@@ -72,6 +73,7 @@ class OptimizerFace(torch.optim.Optimizer):
             )
         self._partitioned.push_settings()
         self._gradients.after_optimizer_step(skipped)
+        self._after_optimizer_step(not skipped)
         # Read by torch's schedulers, which warn when they move before the optimizer that they hold did.
         self._client._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         return loss
@@ -202,6 +204,7 @@ def optimizer_face(
     partitioned: PartitionedOptimizer,
     gradients: GradientTracker,
     even_microbatches: EvenMicrobatches,
+    after_optimizer_step: Callable[[bool], None],
 ) -> OptimizerFace:
     """Make the face of an optimizer. Called at ``BEFORE_LOAD``, on every rank.
 
@@ -211,6 +214,7 @@ def optimizer_face(
         partitioned (PartitionedOptimizer): The optimizer that the engine steps.
         gradients (GradientTracker): Which parameters got a gradient.
         even_microbatches (EvenMicrobatches): Gives every rank the same number of backward passes.
+        after_optimizer_step (Callable[[bool], None]): Called after each, with whether the update was applied.
 
     Returns:
         OptimizerFace: An instance of the user's class, too.
@@ -226,6 +230,7 @@ def optimizer_face(
         '_partitions': partitioned.partitions,
         '_gradients': gradients,
         '_even_microbatches': even_microbatches,
+        '_after_optimizer_step': staticmethod(after_optimizer_step),
         # Composer then also hands its closure over in fp16.
         '_step_supports_amp_closure': True,
     }

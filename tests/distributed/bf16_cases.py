@@ -55,6 +55,7 @@ def by_hand(
     loss_scale: float = 1.0,
     scales: list[float] | None = None,
     poisoned: bool = False,
+    growth_window: int = 1000,
 ) -> dict[str, torch.Tensor]:
     """Train with fp32 master weights, 16-bit working weights, gradients added up in fp32; SGD with momentum.
 
@@ -69,6 +70,7 @@ def by_hand(
     autocast = torch.autocast('cpu', dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32)
     dataset = network_data(poisoned)
     ranks = dist.get_world_size()
+    since_overflow = 0
     for each in reduce_each_microbatch:
         for first in range(0, len(dataset), BATCH * ranks):
             if scales is not None:
@@ -95,10 +97,14 @@ def by_hand(
                         gradient += sum(one[name].float() for one in found) / ranks
             if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
                 loss_scale /= 2
+                since_overflow = 0
                 continue
             for name, master in masters.items():
                 momenta[name] = MOMENTUM * momenta[name] + gradients[name] / loss_scale
                 master -= LR * momenta[name]
+            if since_overflow > 0 and since_overflow % growth_window == 0:
+                loss_scale *= 2
+            since_overflow += 1
     return masters
 
 

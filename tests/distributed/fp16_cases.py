@@ -46,9 +46,14 @@ class Scales(Callback):
         self.weights.append({name: value.clone() for name, value in state.model.state_dict().items()})
 
 
-def compare_fp16(strategy: str, initial_scale_power: int) -> dict[str, Any]:
+def compare_fp16(strategy: str, initial_scale_power: int, growth_window: int = 1000) -> dict[str, Any]:
     """Train from a loss scale; compare with training by hand, overflows included."""
-    section = {'enabled': True, 'initial_scale_power': initial_scale_power, 'hysteresis': 1}
+    section = {
+        'enabled': True,
+        'initial_scale_power': initial_scale_power,
+        'hysteresis': 1,
+        'loss_scale_window': growth_window,
+    }
     before, recorder = _model().state_dict(), Scales()
     with fp16_on_this_cpu():
         trainer = half_trainer(strategy, {'fp16': section}, callbacks=[recorder])
@@ -63,7 +68,7 @@ def compare_fp16(strategy: str, initial_scale_power: int) -> dict[str, Any]:
 
     expected_scales: list[float] = []
     each = STRATEGIES[strategy]['zero_stage'] > 1
-    oracle = by_hand([each, each], torch.float16, 2.0**initial_scale_power, expected_scales)
+    oracle = by_hand([each, each], torch.float16, 2.0**initial_scale_power, expected_scales, growth_window=growth_window)
     return {
         'difference': _largest_difference(ours, oracle),
         'least_move': min(float((ours[name] - before[name]).abs().max()) for name in oracle),

@@ -34,6 +34,13 @@ def test_overflow_skips_the_optimizer_step_and_halves_the_scale(two_ranks, strat
         assert result['difference'] < TOLERANCE and result['least_move'] > 1e-3, result
 
 
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2-cpu', 'zero3-cut', 'zero3-cut-cpu-params'])
+def test_the_scale_grows_between_optimizer_steps(two_ranks, strategy: str):
+    for result in two_ranks.run(compare_fp16, strategy, 6, 1):
+        assert result['scales'] == result['expected_scales'] == [64.0, 64.0, 128.0, 256.0]
+        assert result['skipped'] == 0 and result['difference'] < TOLERANCE, result
+
+
 @pytest.mark.parametrize(('first', 'then'), [('zero1', 'zero3-cut'), ('zero3-cut-cpu-params', 'zero2-cpu')])
 def test_the_loss_scale_is_part_of_the_checkpoint(two_ranks, tmp_path, first: str, then: str):
     for result in two_ranks.run(resume_fp16, first, then, str(tmp_path)):
