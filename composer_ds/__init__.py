@@ -9,6 +9,8 @@ from composer_ds.errors import ComposerDSError, ConfigError, EnvironmentProblem,
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
+    from composer_ds.counts import OptimizerSteps, optimizer_steps
+    from composer_ds.events import Event
     from composer_ds.wandb_logger import WandBLogger
     from composer_ds.whole import make_whole
 
@@ -19,17 +21,23 @@ __all__ = [
     'ConfigError',
     'DeepSpeed',
     'EnvironmentProblem',
+    'Event',
     'ModelOutputError',
+    'OptimizerSteps',
     'TrainingError',
     'WandBLogger',
     'make_whole',
+    'optimizer_steps',
 ]
 
 # Composer takes seconds to import; `run.py --help` and an error in a YAML file need not wait for it.
 _LAZY = {
     'DeepSpeed': 'composer_ds.algorithm',
+    'Event': 'composer_ds.events',
+    'OptimizerSteps': 'composer_ds.counts',
     'WandBLogger': 'composer_ds.wandb_logger',
     'make_whole': 'composer_ds.whole',
+    'optimizer_steps': 'composer_ds.counts',
 }
 
 

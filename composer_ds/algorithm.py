@@ -25,6 +25,7 @@ Composer's loop, with what this algorithm does in it::
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -38,8 +39,8 @@ from composer.utils import dist, ensure_tuple
 
 from composer_ds.announcements import announce, block_of
 from composer_ds.autocast import autocast_inside
-from composer_ds.batches import problems_of_batches
-from composer_ds.composer_parts import problems_of_late_surgery
+from composer_ds.batches import batches_per_optimizer_step
+from composer_ds.clock import Clock
 from composer_ds.ds_config import read_ds_config
 from composer_ds.ema import partition_averages
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
@@ -47,16 +48,22 @@ from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
 from composer_ds.facts import Settings
 from composer_ds.gradients import GradientTracker
-from composer_ds.loss_scaling import GrowthAfterUpdate
+from composer_ds.loss_scaling import LossScale
 from composer_ds.microbatches import EvenMicrobatches
+from composer_ds.counts import OptimizerSteps
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
 from composer_ds.partitions import Partitions
-from composer_ds.trainer_facts import agreed_plan, facts_of, parameters_of
+from composer_ds.trainer_facts import agreed_plan, check_still_ours, facts_of, parameters_of
 from composer_ds.whole import leave_partitioned, make_whole
+from composer_ds.windows import Window
 
 __all__ = ['DeepSpeed']
+
+
+# A checkpoint at each of them must hold the last update.
+_AFTER_A_BATCH = (Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.FIT_END)
 
 
 class DeepSpeed(Algorithm):
@@ -75,6 +82,8 @@ class DeepSpeed(Algorithm):
         offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
         ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a
             JSON or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
+        max_consecutive_skipped_steps (int | None): After so many optimizer steps in a row that were skipped because a
+            gradient was infinite or NaN, training ends with a ``TrainingError``; None never ends it. Default: 50.
 
     Raises:
         ConfigError: When the ds_config cannot be read. Settings that are not allowed or disagree with the Trainer's are
@@ -88,25 +97,33 @@ class DeepSpeed(Algorithm):
         offload_optimizer: str | None = None,
         offload_param: str | None = None,
         ds_config: Mapping[str, Any] | str | Path | None = None,
+        max_consecutive_skipped_steps: int | None = 50,
     ):
         self.settings = Settings(zero_stage, offload_optimizer, offload_param, read_ds_config(ds_config))
         check_environment()
+        self.max_consecutive_skipped_steps = max_consecutive_skipped_steps
+        self.optimizer_steps = OptimizerSteps()
+        """Counts of optimizer steps, applied and skipped; part of every checkpoint."""
         self.plan: Plan | None = None
         self.ds_engine = None
         """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
         self._undo: list[Callable[[], None]] = []
         """What to call when the Trainer is closed."""
         self._optimizer_from_section = False
-        self._loss_scaling: GrowthAfterUpdate | None = None
+        self._clock: Clock | None = None
+        self._loaded_counts: dict[str, Any] | None = None
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
             Event.FIT_START: self._fit_start,
+            Event.AFTER_LOAD: self._after_load,
+            Event.BATCH_START: self._batch_start,
             Event.BEFORE_TRAIN_BATCH: self._before_train_batch,
             Event.BEFORE_FORWARD: self._before_forward,
             Event.AFTER_BACKWARD: self._after_backward,
             Event.EVAL_BEFORE_FORWARD: self._before_eval_forward,
             Event.EVAL_AFTER_FORWARD: self._after_eval_forward,
+            **{event: functools.partial(self._settle, event) for event in _AFTER_A_BATCH},
         }
 
     def match(self, event: Event, state: State) -> bool:
@@ -141,6 +158,8 @@ class DeepSpeed(Algorithm):
         return False
 
     def _init(self, state: State, logger: Logger) -> None:
+        if state.fsdp_config is not None or state.tp_config is not None:
+            agreed_plan(self.settings, facts_of(state))  # raises, before Composer shards the model itself
         # Before the schedulers are made for it.
         section, optimizers = self.settings.ds_config.get('optimizer'), ensure_tuple(state.optimizers)
         if section not in (None, 'auto') and optimizers and is_composers_default(optimizers[0]):
@@ -162,9 +181,9 @@ class DeepSpeed(Algorithm):
         state.callbacks.append(_EngineCloser(self))
         # Their work is DeepSpeed's now.
         state.algorithms = [part for part in state.algorithms if not isinstance(part, GradientClipping)]
-        self._build(state, plan)
+        self._build(state, plan, logger)
 
-    def _build(self, state: State, plan: Plan) -> None:
+    def _build(self, state: State, plan: Plan, logger: Logger) -> None:
         model, client = state.model, ensure_tuple(state.optimizers)[0]
         make_whole(model)
         held = parameters_of(client)
@@ -187,21 +206,57 @@ class DeepSpeed(Algorithm):
             self._undo += [handle.remove for handle in handles]
         state.model = model_face(model, self.ds_engine, partitions)
         self._undo.append(partition_averages(state.algorithms, partitions, model))
-        state.optimizers = optimizer_face(
-            client, self.ds_engine, optimizer, self._gradients, self._even_microbatches, self._after_optimizer_step
-        )
         if plan.precision == 'amp_fp16':
             state.scaler = ScalerFace(self.ds_engine)
-            self._loss_scaling = GrowthAfterUpdate(self.ds_engine.optimizer)
-
-    def _after_optimizer_step(self, applied: bool) -> None:
-        if self._loss_scaling is not None:
-            self._loss_scaling.after_optimizer_step()
+        window, loss_scale = Window(self.ds_engine), LossScale(self.ds_engine.optimizer)
+        clock = Clock(state, logger, self.optimizer_steps, window, loss_scale, self.max_consecutive_skipped_steps)
+        state.optimizers = optimizer_face(
+            client, self.ds_engine, optimizer, self._gradients, self._even_microbatches, window, loss_scale,
+            clock.after_optimizer_step,
+        )  # fmt: skip
+        clock.take_schedulers()
+        self._clock = clock
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
-        _check_still_ours(state, self.plan, self.settings, self._taken)
-        announce(block_of(self.plan, state))  # collective: the ranks' batch sizes are added up
+        facts = check_still_ours(state, self.plan, self.settings, self._taken)
+        assert self._clock is not None
+        self._clock.fit_start(batches_per_optimizer_step(self.settings.ds_config, facts))
+        if self.plan.precision == 'amp_fp16' and not isinstance(state.scaler, ScalerFace):
+            state.scaler = ScalerFace(self.ds_engine)  # fit(precision=...) has made a new one
+        announce(block_of(self.plan, state, self._clock.window.size))  # collective: the ranks' batch sizes are added up
+
+    def _after_load(self, state: State, logger: Logger) -> None:
+        assert self._clock is not None
+        if self._loaded_counts is not None:
+            self._clock.load_state_dict(self._loaded_counts)
+        self._clock.after_load(self._loaded_counts is not None)
+
+    def _batch_start(self, state: State, logger: Logger) -> None:
+        assert self._clock is not None
+        self._clock.batch_start()
+
+    def _settle(self, event: Event, state: State, logger: Logger) -> None:
+        assert self._clock is not None
+        self._clock.settle(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is part of a checkpoint: the counts of optimizer steps. Called on every rank.
+
+        Returns:
+            dict[str, Any]: In plain types.
+        """
+        counts = self.optimizer_steps.state_dict() if self._clock is None else self._clock.state_dict()
+        return {**super().state_dict(), 'optimizer_steps': counts}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
+        """Take over the counts of a checkpoint. Called on every rank, between ``BEFORE_LOAD`` and ``AFTER_LOAD``.
+
+        Args:
+            state (dict[str, Any]): From :meth:`state_dict`.
+            strict (bool): Not used.
+        """
+        self._loaded_counts = state.get('optimizer_steps')
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -218,6 +273,7 @@ class DeepSpeed(Algorithm):
 
     def _after_backward(self, state: State, logger: Logger) -> None:
         self._gradients.after_backward()
+        self.optimizer_steps.microbatches += 1
 
     def _before_eval_forward(self, state: State, logger: Logger) -> None:
         # Composer evaluates with the user's own object, and its `eval_forward` mostly calls `self.forward`: hooks of
@@ -267,25 +323,3 @@ class _EngineCloser(Callback):
 
 def _device_type(ds_engine: Any) -> str:
     return ds_engine.device.type
-
-
-def _check_still_ours(
-    state: State, plan: Plan, settings: Settings, taken: frozenset[torch.nn.Parameter]
-) -> None:
-    """Compare what ``fit`` was given with what the engine was built for. Collective."""
-    facts = facts_of(state)
-    problems = [*problems_of_batches(settings.ds_config, facts), *problems_of_late_surgery(state.model, taken)]
-    if state.precision.value != plan.precision:
-        problems.append(
-            f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the "
-            'precision to the Trainer'
-        )
-    if not isinstance(state.model, ModelFace):
-        problems.append(
-            f'state.model has become {type(state.model).__name__}; nothing may wrap or replace the model after '
-            'DeepSpeed has taken it at BEFORE_LOAD'
-        )
-    elif 'forward' in vars(state.model):
-        problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')
-    if problems:
-        raise ConfigError(problems)

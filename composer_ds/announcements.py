@@ -31,38 +31,40 @@ def announce(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | None]) -> str:
+def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | None], batches: int = 1) -> str:
     """Write out the batch arithmetic.
 
     Args:
         microbatch_size (int | float | None): Largest number of samples of a microbatch.
         batch_sizes (list[int | None]): What each rank draws from its dataloader; None where the dataloader does not
             say.
+        batches (int): How many batches of the dataloader make one optimizer step. Default: 1.
 
     Returns:
         str: Such as ``microbatch 4 x accumulation 8 x world size 2 = global batch 64``.
     """
     world_size = len(batch_sizes)
+    several_batches = f' x {batches} batches' if batches > 1 else ''
     sizes = [size for size in batch_sizes if size is not None]
     if len(sizes) < world_size or microbatch_size is None:
         return f'microbatch {microbatch_size} x world size {world_size}; the dataloader does not say its batch size'
     if len(set(sizes)) > 1:
         together = ' + '.join(map(str, sizes))
-        return f'microbatch {microbatch_size}; batches of the ranks {together} = global batch {sum(sizes)}'
+        return f'microbatch {microbatch_size}; batches of the ranks {together}{several_batches} = global batch {sum(sizes) * batches}'
     batch = sizes[0]
     accumulation = math.ceil(batch / microbatch_size)
     if accumulation * microbatch_size == batch or accumulation == 1:
         size = min(microbatch_size, batch)
-        return f'microbatch {size} x accumulation {accumulation} x world size {world_size} = global batch {sum(sizes)}'
+        return f'microbatch {size} x accumulation {accumulation} x world size {world_size}{several_batches} = global batch {sum(sizes) * batches}'
     last = batch - (accumulation - 1) * microbatch_size
     several = 'es' if accumulation > 2 else ''
     return (
         f'({accumulation - 1} microbatch{several} of {microbatch_size} + 1 of {last} = batch {batch}) '
-        f'x world size {world_size} = global batch {sum(sizes)}'
+        f'x world size {world_size}{several_batches} = global batch {sum(sizes) * batches}'
     )
 
 
-def block_of(plan: Plan, state: State) -> str:
+def block_of(plan: Plan, state: State, batches: int = 1) -> str:
     """Describe the plan in one block of text. Called at ``FIT_START``.
 
     Collective: the batch sizes of all ranks are gathered.
@@ -70,6 +72,7 @@ def block_of(plan: Plan, state: State) -> str:
     Args:
         plan (Plan): What will be run.
         state (State): Composer's state.
+        batches (int): How many batches make one optimizer step. Default: 1.
 
     Returns:
         str: The block, alike on all ranks.
@@ -92,7 +95,7 @@ def block_of(plan: Plan, state: State) -> str:
         ('precision', precision),
         ('optimizer', f'{type(optimizer).__name__}, {groups} parameter group{"s" if groups > 1 else ""}{kernel}'),
         ('clipping', f'norm {clipping}' if clipping else 'none'),
-        ('batch', describe_batch(state.device_train_microbatch_size, batch_sizes)),
+        ('batch', describe_batch(state.device_train_microbatch_size, batch_sizes, batches)),
         ('device', f'{torch.cuda.get_device_name()}' if torch.cuda.is_available() else 'CPU'),
     ]
     return '\n'.join(['DeepSpeed:', *(f'  {name:<11} {value}' for name, value in lines)])

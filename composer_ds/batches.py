@@ -4,6 +4,8 @@ For each rank one batch of the dataloader, cut in microbatches, is one optimizer
 
     accumulation = ceil(batch of the rank / microbatch)
     global batch = sum of the ranks' batches
+
+unless the ds_config asks for k times as much: then k batches are.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from composer_ds.facts import TrainerFacts
 
-__all__ = ['accumulation_of', 'global_batch_of', 'problems_of_batches']
+__all__ = ['accumulation_of', 'batches_per_optimizer_step', 'global_batch_of', 'problems_of_batches']
 
 _KEYS = ('train_batch_size', 'train_micro_batch_size_per_gpu', 'gradient_accumulation_steps')
 
@@ -86,52 +88,84 @@ def problems_of_batches(ds_config: Mapping[str, Any], facts: TrainerFacts) -> It
         )
     if facts.batch_sizes is None:
         return
-    if 'gradient_accumulation_steps' in sound:
-        yield from _accumulation(sound['gradient_accumulation_steps'], facts)
-    if 'train_batch_size' in sound:
-        yield from _global_batch(sound, facts)
+    yield from _accumulation(sound.get('gradient_accumulation_steps'), facts)
+    yield from _global_batch(sound, facts)
+    windows = _windows(sound, facts)
+    if len(set(windows.values())) > 1:
+        both = ' and '.join(f'ds_config.{key}={sound[key]} makes {size}' for key, size in windows.items())
+        yield f'Batches for each optimizer step: {both}. {_makes(facts)}{_elsewhere(sound, facts)}'
 
 
-def _accumulation(asked: int, facts: TrainerFacts) -> Iterator[str]:
+def batches_per_optimizer_step(ds_config: Mapping[str, Any], facts: TrainerFacts) -> int:
+    """Count the batches that make one optimizer step, where the sizes have been found to agree.
+
+    Args:
+        ds_config (Mapping[str, Any]): The ds_config.
+        facts (TrainerFacts): What the Trainer knows.
+
+    Returns:
+        int: 1, unless ``train_batch_size`` or ``gradient_accumulation_steps`` ask for more.
+    """
+    sizes = {key: ds_config[key] for key in _KEYS if ds_config.get(key, 'auto') not in ('auto', None)}
+    return max(_windows(sizes, facts).values(), default=1)
+
+
+def _windows(sizes: Mapping[str, int], facts: TrainerFacts) -> dict[str, int]:
+    """By key, how many batches it makes one optimizer step; without the keys that do not come out whole."""
+    ours = {'gradient_accumulation_steps': accumulation_of(facts), 'train_batch_size': global_batch_of(facts)}
+    return {
+        key: sizes[key] // one
+        for key, one in ours.items()
+        if one is not None and key in sizes and sizes[key] % one == 0
+    }
+
+
+def _accumulation(asked: int | None, facts: TrainerFacts) -> Iterator[str]:
+    if asked is None:
+        return
     accumulation, place = accumulation_of(facts), f'ds_config.gradient_accumulation_steps={asked}'
     if accumulation is None:
         yield f'{place} cannot be checked: {_UNKNOWN}'
-    elif asked != accumulation:
-        if asked % accumulation == 0:
-            yield f'{place}: {_makes(facts)}, so this asks for {asked // accumulation} batches {_WINDOW}'
-        else:
-            yield f"{place}: {_makes(facts)}. Write {accumulation} or 'auto', or change {_WHERE}"
+    elif asked % accumulation:
+        yield (
+            f"{place}: {_makes(facts)}. Write {accumulation} or 'auto', a multiple of it for several batches in one "
+            f'optimizer step, or change {_WHERE}'
+        )
 
 
 def _global_batch(sound: Mapping[str, int], facts: TrainerFacts) -> Iterator[str]:
-    asked, whole = sound['train_batch_size'], global_batch_of(facts)
+    asked, whole = sound.get('train_batch_size'), global_batch_of(facts)
+    if asked is None:
+        return
     place = f'ds_config.train_batch_size={asked}'
     if whole is None:
         yield f'{place} cannot be checked: {_UNKNOWN}'
-        return
-    if asked == whole:
-        return
-    assert facts.batch_sizes is not None
-    sizes = set(facts.batch_sizes)
-    arithmetic = (
-        f'batch {facts.batch_sizes[0]} of the dataloader x world size {facts.world_size} = {whole}'
-        if len(sizes) == 1
-        else f'{" + ".join(map(str, facts.batch_sizes))} = {whole}'
-    )
+    elif asked % whole:
+        assert facts.batch_sizes is not None
+        arithmetic = (
+            f'batch {facts.batch_sizes[0]} of the dataloader x world size {facts.world_size} = {whole}'
+            if len(set(facts.batch_sizes)) == 1
+            else f'{" + ".join(map(str, facts.batch_sizes))} = {whole}'
+        )
+        yield (
+            f"{place}: {arithmetic}. Write {whole} or 'auto', a multiple of it for several batches in one optimizer "
+            f'step, or change {_WHERE}{_elsewhere(sound, facts)}'
+        )
+
+
+def _elsewhere(sound: Mapping[str, int], facts: TrainerFacts) -> str:
+    """The world size that all three sizes of the ds_config fit, where it is another one."""
     per_rank = sound.get('train_micro_batch_size_per_gpu', 0) * sound.get('gradient_accumulation_steps', 0)
-    meant = asked // per_rank if per_rank and asked % per_rank == 0 else None
-    elsewhere = ''
-    if meant not in (None, facts.world_size):
-        elsewhere = f'. The three sizes of the ds_config fit world size {meant}: was it started with `composer -n {meant}`?'
-    if asked % whole == 0 and not elsewhere:
-        yield f'{place}: {arithmetic}, so this asks for {asked // whole} batches {_WINDOW}'
-    else:
-        yield f"{place}: {arithmetic}. Write {whole} or 'auto', or change {_WHERE}{elsewhere}"
+    whole = sound.get('train_batch_size', 0)
+    if not per_rank or not whole or whole % per_rank or whole // per_rank == facts.world_size:
+        return ''
+    meant = whole // per_rank
+    return f'. The three sizes of the ds_config fit world size {meant}: was it started with `composer -n {meant}`?'
 
 
 def _makes(facts: TrainerFacts) -> str:
     assert facts.batch_sizes is not None
-    batch = max(size for size in facts.batch_sizes if size is not None)
+    batch = max((size for size in facts.batch_sizes if size is not None), default=None)
     return (
         f'a batch of {batch} samples in microbatches of {facts.device_train_microbatch_size} makes '
         f'{accumulation_of(facts)} for each optimizer step'
@@ -140,7 +174,3 @@ def _makes(facts: TrainerFacts) -> str:
 
 _UNKNOWN = "the dataloader does not say its batch size; leave it out or write 'auto'"
 _WHERE = "the dataloader's batch size, Trainer(device_train_microbatch_size=...) or the number of ranks"
-_WINDOW = (
-    'for each optimizer step, which is not supported yet: one batch of the dataloader is one optimizer step. Give the '
-    "dataloader a batch that many times as large (device_train_microbatch_size keeps the memory), and write 'auto'"
-)

@@ -14,12 +14,28 @@ from composer_ds.errors import ComposerDSError, ConfigError
 
 __all__ = ['app', 'main']
 
+_CHECK = """Tell what a run would do, without training: no GPU and no ranks are needed.
+
+Shows who decides each setting and where its value comes from, the batch arithmetic, the memory of each rank under
+every ZeRO stage with every offload, and the learning rate over the run. Settings that conflict are listed, all at
+once, with exit code 2.
+
+Examples:
+
+- composer-ds check yamls/mt5.yaml -n 8
+
+- composer-ds check yamls/mt5.yaml -n 8 deepspeed.zero_stage=3 train.precision=amp_bf16 --plot lr.png
+
+- composer-ds check ds_config.json -n 64 --parameters 7B --precision amp_bf16 --microbatch-size 2
+"""
+
 app = typer.Typer(
     name='composer-ds',
     no_args_is_help=True,
     add_completion=False,
     context_settings={'help_option_names': ['-h', '--help']},
-    rich_markup_mode='rich',
+    rich_markup_mode='markdown',
+    pretty_exceptions_enable=False,
 )
 
 
@@ -55,7 +71,7 @@ def _options(
     """DeepSpeed for MosaicML Composer: look at runs before and after they are trained."""
 
 
-@app.command(no_args_is_help=True)
+@app.command(help=_CHECK, no_args_is_help=True)
 def check(
     file: Annotated[
         str, typer.Argument(metavar='FILE', help='The YAML file of a run, or a ds_config as JSON or YAML.')
@@ -90,20 +106,7 @@ def check(
         int | None, typer.Option(min=1, help='Samples of a microbatch.', rich_help_panel='For a ds_config')
     ] = None,
 ) -> None:
-    """Tell what a run would do, without training: no GPU and no ranks are needed.
-
-    Shows who decides each setting and where its value comes from, the batch arithmetic, the memory of each rank under
-    every ZeRO stage with every offload, and the learning rate over the run. Settings that conflict are listed, all at
-    once, with exit code 2.
-
-    [bold]Examples[/bold]
-
-    composer-ds check yamls/mt5.yaml -n 8
-
-    composer-ds check yamls/mt5.yaml -n 8 deepspeed.zero_stage=3 train.precision=amp_bf16 --plot lr.png
-
-    composer-ds check ds_config.json -n 64 --parameters 7B --precision amp_bf16 --microbatch-size 2
-    """
+    """Tell what a run would do, without training. Exit codes as in :func:`main`."""
     told = {
         '--parameters': parameters,
         '--hidden-size': hidden_size,
@@ -147,6 +150,6 @@ def _check(file: str, overrides: list[str], world_size: int, plot: Path | None, 
         from composer_ds.check.plot import save_picture
 
         if findings.rates is None:
-            raise ConfigError(f'--plot {plot}: {findings.remarks[-1]}')
+            raise ConfigError(f'--plot {plot}: the learning rates are not known; see the remarks')
         save_picture(findings.rates, plot, f'Learning rate of {file}')
         console.print(f'Wrote {plot}.')

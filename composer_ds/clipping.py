@@ -49,7 +49,10 @@ def problems_of_clipping(settings: Settings, facts: TrainerFacts) -> Iterator[st
     if len(clippings) > 1:
         yield f'algorithms holds {len(clippings)} GradientClipping instances; give one'
     for part in clippings:
-        threshold, written = part.clipping_threshold, f'GradientClipping({part.clipping_type!r}, {part.clipping_threshold})'
+        threshold, written = (
+            part.clipping_threshold,
+            f'GradientClipping({part.clipping_type!r}, {part.clipping_threshold})',
+        )
         if part.clipping_type == 'value':
             yield (
                 f"{written}: clipping each element needs the whole batch's gradient before it is partitioned, which "

@@ -50,7 +50,7 @@ def _late_surgery(algorithm: Any, zero_stage: int) -> str | None:
 
 
 def _blocks_at_random(algorithm: Any, zero_stage: int) -> str | None:
-    if algorithm.stochastic_method == 'block' and zero_stage > 1:
+    if algorithm.stochastic_method == 'block' and zero_stage in (2, 3):
         return (
             f"drops other blocks on each rank (stochastic_method='block'), and ZeRO {zero_stage} needs the same "
             'parameters on every rank'
@@ -98,7 +98,7 @@ ALGORITHMS: dict[str, Decision] = {
     'EMA': Decision(
         'translated',
         'Every rank averages the fp32 master weights that it owns, so the average is partitioned (and offloaded) like '
-        'the optimizer state. Evaluation and checkpoints use the average, as in plain Composer, and a checkpoint can be '
+        'the optimizer state. Evaluation and checkpoints use the average, as in plain Composer. A checkpoint can be '
         'resumed by plain Composer on as many ranks, and by any ZeRO stage on any number. ema.get_ema_model(model) '
         'must be called on every rank.',
     ),
@@ -107,8 +107,8 @@ ALGORITHMS: dict[str, Decision] = {
     'GhostBatchNorm': Decision('works', _SURGERY),
     'GradientClipping': Decision(
         'translated',
-        "clipping_type='norm' becomes gradient_clipping of the ds_config, and DeepSpeed clips. 'value' and 'adaptive' "
-        'are refused: gradients have moved into partitions when the algorithm would read them.',
+        "With clipping_type='norm' it becomes gradient_clipping of the ds_config, and DeepSpeed clips. 'value' and "
+        "'adaptive' are refused: gradients have moved into partitions when the algorithm would read them.",
     ),
     'GyroDropout': Decision(
         'works', 'Replaces dropout layers at FIT_START; they have no parameters. (Plain Composer refuses it on several '
@@ -117,9 +117,9 @@ ALGORITHMS: dict[str, Decision] = {
     'LabelSmoothing': Decision('works', _LOSS),
     'LayerFreezing': Decision(
         'works',
-        'A frozen parameter gets no gradient and no update: no weight decay, no momentum. Its optimizer state keeps its '
-        'place in memory. A checkpoint can be saved (plain Composer with torch 2.7 fails there), but not resumed with '
-        'its optimizer state: give load_weights_only=True.',
+        'A frozen parameter gets no gradient and no update: no weight decay, no momentum. Its optimizer state keeps '
+        'its place in memory. A checkpoint can be saved (plain Composer with torch 2.7 fails there), but not resumed '
+        'with its optimizer state: give load_weights_only=True.',
     ),
     'LowPrecisionGroupNorm': Decision(
         'works', _SURGERY, 'leave apply_at out: the default, INIT, works', _late_surgery, 'apply_at=Event.INIT only'
@@ -254,8 +254,8 @@ def problems_of_parts(parts: Sequence[Any], zero_stage: int) -> Iterator[str]:
         name = type(part).__name__
         if getattr(part, 'backwards_create_graph', False):
             yield (
-                f'{name} asks for backward(create_graph=True) (backwards_create_graph): DeepSpeed copies gradients into '
-                'partitions, through which nothing can be differentiated; leave it out'
+                f'{name} asks for backward(create_graph=True) (backwards_create_graph): DeepSpeed copies gradients '
+                'into partitions, through which nothing can be differentiated; leave it out'
             )
         found = decision_on(type(part))
         if found is None:
@@ -265,7 +265,7 @@ def problems_of_parts(parts: Sequence[Any], zero_stage: int) -> Iterator[str]:
             name += f' (a {base.__name__})'
         if decision is None:
             yield (
-                f"{name}: nobody has decided whether {base.__module__}.{base.__name__} works with DeepSpeed; it is "
+                f'{name}: nobody has decided whether {base.__module__}.{base.__name__} works with DeepSpeed; it is '
                 'not part of mosaicml 0.32.1, for which this version of composer_ds was made; leave it out'
             )
             continue

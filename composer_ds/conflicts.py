@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from composer_ds.auto_values import leftover_autos
 from composer_ds.batches import problems_of_batches
 from composer_ds.clipping import problems_of_clipping, problems_of_clipping_value
 from composer_ds.composer_parts import problems_of_parts
-from composer_ds.ds_features import problems_of_features
+from composer_ds.ds_features import problems_of_features, problems_of_features_with_trainer
 from composer_ds.ds_keys import problems_of_keys
 from composer_ds.facts import Settings, TrainerFacts, mapping, offload_device
 from composer_ds.optimizers import problems_of_optimizer, problems_of_scheduler
@@ -78,9 +77,7 @@ def _places_that_disagree(settings: Settings) -> Iterator[str]:
         )
     for place in ('offload_optimizer', 'offload_param'):
         given, device = getattr(settings, place), offload_device(settings.zero.get(place))
-        if device not in ('none', 'cpu'):
-            yield f"ds_config.zero_optimization.{place}.device={device!r}: only 'cpu' and 'none' are supported yet"
-        elif given is not None and 'device' in mapping(settings.zero.get(place)) and device != given:
+        if given is not None and 'device' in mapping(settings.zero.get(place)) and device != given:
             yield (
                 f'DeepSpeed({place}={given!r}) and ds_config.zero_optimization.{place}.device={device!r} disagree; '
                 'give one of them'
@@ -123,3 +120,4 @@ def problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[s
     yield from problems_of_clipping(settings, facts)
     yield from problems_of_optimizer(settings, facts)
     yield from problems_of_scheduler(settings, facts)
+    yield from problems_of_features_with_trainer(settings, facts)

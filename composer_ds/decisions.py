@@ -93,9 +93,7 @@ def _precision(settings: Settings, facts: TrainerFacts, config: Mapping[str, Any
 
 def _batches(facts: TrainerFacts) -> Iterator[SettingDecision]:
     yield SettingDecision('world size', facts.world_size, 'launcher', 'composer -n')
-    yield SettingDecision(
-        'microbatch', facts.device_train_microbatch_size, 'Trainer', 'device_train_microbatch_size='
-    )
+    yield SettingDecision('microbatch', facts.device_train_microbatch_size, 'Trainer', 'device_train_microbatch_size=')
     source = 'the batch of the dataloader'
     yield SettingDecision('accumulation', accumulation_of(facts), 'Trainer', f'{source} / microbatch')
     yield SettingDecision('global batch', global_batch_of(facts), 'Trainer', f'{source} x world size')

@@ -57,7 +57,7 @@ class Feature:
             if any(one is True for one in self.off)
             else (*self.off, False, None, 'auto', '', [])
         )
-        return not any(type(one) is type(value) and one == value for one in off)
+        return not any(isinstance(one, bool) is isinstance(value, bool) and one == value for one in off)
 
 
 def _zero(*keys: str) -> tuple[str, ...]:
@@ -83,8 +83,8 @@ def _owned(paths: tuple[str, ...], reason: str) -> Feature:
 _OUT = 'leave it out'
 _CHECKPOINTS = "only DeepSpeed's own checkpoints would use it, and checkpoints are Composer's here"
 NO_NVME = (
-    'NVMe offload keeps master weights and optimizer state on disk between optimizer steps, but checkpoints and '
-    'evaluation read them in memory and would get old values'
+    'NVMe offload keeps master weights and optimizer state on disk between optimizer steps, but checkpoints read and '
+    'write them in memory, and would get old values'
 )
 _NVME = 'only NVMe offload reads it, and that is not supported'
 _OWN_BOUNDARY = (
@@ -110,8 +110,7 @@ FEATURES: tuple[Feature, ...] = (
     _owned(('bf16.enabled', 'fp16.enabled', 'torch_autocast', 'data_types', 'fp16.loss_scale',
             'fp16.initial_scale_power', 'fp16.loss_scale_window', 'fp16.hysteresis', 'fp16.consecutive_hysteresis',
             'fp16.min_loss_scale'), "must agree with the Trainer's precision"),
-    _owned(_zero('stage', 'overlap_comm'), 'must agree with `DeepSpeed(zero_stage=...)`; `overlap_comm` with ZeRO 2 and '
-           '3'),
+    _owned(_zero('stage', 'overlap_comm'), 'must agree with `DeepSpeed(zero_stage=...)`; true with ZeRO 2 and 3 only'),
     _refused(_zero('offload_optimizer.device', 'offload_param.device'), NO_NVME, "write 'cpu'", off=('none', 'cpu')),
     # Numbers that change nothing about the weights.
     _passes(
@@ -126,7 +125,7 @@ FEATURES: tuple[Feature, ...] = (
     _passes(_zero('offload_optimizer.pin_memory', 'offload_param.pin_memory'), 'page-locked memory; on a GPU only'),
     _passes(('prescale_gradients', 'gradient_predivide_factor'),
             'gradients are divided before they are summed over the ranks; under ZeRO 2 and 3 only with reduce_scatter '
-            'false', off=(1, 1.0)),
+            'false', off=(1,)),
     _passes(('communication_data_type',), 'gradients are rounded to this dtype for the reduction, so weights differ '
             'from plain Composer by that rounding'),
     _passes(_zero('compute_grad_norm'), 'the norm of the gradients is not computed if false; not together with '
@@ -150,8 +149,9 @@ FEATURES: tuple[Feature, ...] = (
     _passes(_zero('log_trace_cache_warnings'), 'prints when modules run in another order than before', stages=(3,)),
     # What is printed and measured.
     _passes(('log_level',), "of DeepSpeed's logger, which is kept at 'warning' otherwise", off=('warning',)),
-    _passes(('steps_per_print', 'dump_state'), "printed at log level 'info': needs log_level 'info' or 'debug'. "
-            '`steps_per_print` counts optimizer steps'),
+    _passes(('steps_per_print',), 'printed every so many optimizer steps: the step, the number skipped, the learning '
+            'rates'),
+    _passes(('dump_state',), "printed at log level 'info': needs log_level 'info' or 'debug'"),
     _passes(('wall_clock_breakdown',), 'times of each optimizer step, added up over its microbatches, are printed'),
     _passes(('memory_breakdown',), 'memory in use before and after each part of an optimizer step is printed'),
     _passes(('vocabulary_size',), 'DeepSpeed warns if it is no multiple of 8'),
@@ -173,7 +173,7 @@ FEATURES: tuple[Feature, ...] = (
     _refused(('gradient_allreduce_op',), 'gradients would be summed over the ranks, and plain Composer averages them',
              'multiply the learning rate by the number of ranks', off=('mean',)),
     _refused(_zero('round_robin_gradients'), 'DeepSpeed reorders the parameters of its partitions, but not its record '
-             'of where each lies, so checkpoints and evaluation would have wrong weights', _OUT),
+             'of where each lies, so checkpoints would hold wrong weights', _OUT),
     _refused(_zero('zero_quantized_weights', 'zero_quantized_nontrainable_weights', 'zero_quantized_gradients'),
              'ZeRO++ rounds what is sent to 8 or 4 bits, in GPU code that this package has not been tested with',
              "leave it out; ds_config.communication_data_type='bf16' halves the gradients' traffic"),
@@ -181,13 +181,13 @@ FEATURES: tuple[Feature, ...] = (
     _refused(_zero('offload_optimizer.super_offload', 'offload_optimizer.cpuadam_cores_perc'), _OWN_BOUNDARY,
              "leave it out; offload_optimizer='cpu' is supported", off=(0.8,)),
     _refused(_zero('offload_optimizer.ratio'), 'partial offload would run the other part by a torch AdamW that '
-             'DeepSpeed makes itself', "leave it out: offload_optimizer='cpu' offloads all", off=(1, 1.0)),
+             'DeepSpeed makes itself', "leave it out: offload_optimizer='cpu' offloads all", off=(1,)),
     _refused(_zero('offload_optimizer.nvme_path', 'offload_param.nvme_path', 'offload_optimizer.pipeline_read',
                    'offload_optimizer.pipeline_write', 'offload_optimizer.fast_init'), _NVME, _OUT),
     _refused(_zero('offload_optimizer.buffer_count'), _NVME, _OUT, off=(4,)),
     _refused(_zero('offload_param.buffer_count'), _NVME, _OUT, off=(5,)),
-    _refused(_zero('offload_param.buffer_size'), _NVME, _OUT, off=(100_000_000, 1e8)),
-    _refused(_zero('offload_param.max_in_cpu'), _NVME, _OUT, off=(1_000_000_000, 1e9)),
+    _refused(_zero('offload_param.buffer_size'), _NVME, _OUT, off=(100_000_000,)),
+    _refused(_zero('offload_param.max_in_cpu'), _NVME, _OUT, off=(1_000_000_000,)),
     _refused(('aio',), _NVME, _OUT),
     _refused(_zero('cpu_offload', 'cpu_offload_param', 'cpu_offload_use_pin_memory'),
              'DeepSpeed has replaced it', "write offload_optimizer: {'device': 'cpu'} or offload_param"),

@@ -42,8 +42,10 @@ def passed_on(settings: Settings) -> dict[str, Any]:
     for path, value, feature in _asked(settings):
         if feature.verdict == 'passes' and '.' not in path:
             passed[path] = value
-    # It would count one microbatch per optimizer step, and waits for the device in every forward pass.
-    return {**passed, 'timers': {'throughput': {'enabled': False}}}
+    if 'steps_per_print' in passed:
+        # It would print samples per second beside, and count one microbatch for each optimizer step.
+        passed['timers'] = {'throughput': {'enabled': False}}
+    return passed
 
 
 def _asked(settings: Settings) -> Iterator[tuple[str, Any, Feature]]:
@@ -89,14 +91,14 @@ def _conditions(path: str, value: Any, settings: Settings, stage: int | None) ->
     if key in ('prescale_gradients', 'gradient_predivide_factor'):
         if stage in (2, 3) and settings.zero.get('reduce_scatter') is not False:
             yield (
-                f'with ZeRO {stage} DeepSpeed needs ds_config.zero_optimization.reduce_scatter=False for it; write that, '
-                'or leave this out'
+                f'with ZeRO {stage} DeepSpeed needs ds_config.zero_optimization.reduce_scatter=False beside it; write '
+                'that, or leave this out'
             )
-    elif key in ('steps_per_print', 'dump_state'):
+    elif key == 'dump_state':
         if settings.ds_config.get('log_level') not in ('info', 'debug'):
             yield (
-                "DeepSpeed prints it at log level 'info', and its logger is kept at 'warning'; add 'log_level': "
-                "'info', or leave it out: Composer's progress bar counts optimizer steps, and LRMonitor logs the learning rate"
+                "DeepSpeed prints it at log level 'info', and its logger is kept at 'warning'; add 'log_level': 'info' "
+                'beside it, or leave it out'
             )
     elif key == 'log_level' and value not in _LOG_LEVELS:
         yield f'allowed are {", ".join(map(repr, _LOG_LEVELS))}'
@@ -106,10 +108,11 @@ def _conditions(path: str, value: Any, settings: Settings, stage: int | None) ->
         yield 'DeepSpeed does not read it with the optimizer offloaded; leave it out'
     elif key == 'compute_grad_norm' and offloaded:
         yield "DeepSpeed needs the norm with offload_optimizer='cpu'; leave it out"
-    elif key == 'memory_efficient_linear' and _linear_is_replaced():
+    elif key in ('memory_efficient_linear', 'flops_profiler') and _linear_is_replaced():
+        effect = ', whose operations DeepSpeed counts twice' if key == 'flops_profiler' else ''
         yield (
-            'another ZeRO 3 engine of this process has replaced torch.nn.functional.linear, which DeepSpeed does not '
-            'undo; start a new process, or leave it out'
+            f'an earlier ZeRO 3 engine of this process has replaced torch.nn.functional.linear for good{effect}; start '
+            'a new process, or leave it out'
         )
 
 
@@ -129,12 +132,16 @@ def problems_of_features_with_trainer(settings: Settings, facts: TrainerFacts) -
     """
     weights, microbatches = weights_of(settings, facts), accumulation_of(facts)
     for path, value, _ in _asked(settings):
-        if path == 'zero_optimization.zero_hpz_partition_size' and facts.world_size % min(value, facts.world_size):
-            yield f'{_named(path, value)}: {facts.world_size} ranks cannot be divided into groups of {value}'
+        if path == 'zero_optimization.zero_hpz_partition_size' and not _divides(value, facts.world_size):
+            yield (
+                f'{_named(path, value)}: {facts.world_size} ranks cannot be divided into groups of that size; write a '
+                'number that divides them'
+            )
         if path == 'flops_profiler' and microbatches not in (None, 1):
             yield (
                 f'ds_config.flops_profiler: a batch has {microbatches} microbatches, and DeepSpeed counts the '
-                "operations of the last one but the time of all; set device_train_microbatch_size to the batch's size to profile"
+                'operations of the last one but the time of all; to profile, set device_train_microbatch_size to the '
+                "batch's size"
             )
         if path == 'zero_optimization.compute_grad_norm':
             clipping, source = clipping_of(settings, facts)
@@ -154,3 +161,8 @@ def problems_of_features_with_trainer(settings: Settings, facts: TrainerFacts) -
             f'ds_config.data_types.grad_accum_dtype={data_types["grad_accum_dtype"]!r} would round the gradients of '
             'fp32 weights; leave it out'
         )
+
+
+def _divides(size: Any, ranks: int) -> bool:
+    """Whether DeepSpeed can make groups of that size. It cuts what is larger than there are ranks."""
+    return not isinstance(size, int) or size < 1 or ranks % min(size, ranks) == 0

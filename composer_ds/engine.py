@@ -73,6 +73,10 @@ def build_engine(
     logger = logging.getLogger('DeepSpeed')
     logger.setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
     logger.addFilter(_is_news)
+    logger.removeFilter(_is_progress)
+    if 'steps_per_print' in ds_config and 'log_level' not in ds_config and logger.level > logging.INFO:
+        logger.setLevel(logging.INFO)
+        logger.addFilter(_is_progress)
 
     ds_engine, *_ = deepspeed.initialize(
         model=model,
@@ -85,6 +89,11 @@ def build_engine(
 
 def _is_news(record: logging.LogRecord) -> bool:
     return 'untested optimizer' not in record.getMessage()
+
+
+def _is_progress(record: logging.LogRecord) -> bool:
+    """Whether a line is what ``steps_per_print`` asks for, or a warning."""
+    return record.levelno >= logging.WARNING or 'step=' in record.getMessage()
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:

@@ -71,6 +71,7 @@ class TrainerFacts:
         optimizer (Any): The user's ``torch.optim.Optimizer``, or None.
         optimizer_from_section (bool): Whether it was built from the ds_config, because the Trainer was given none.
         number_of_schedulers (int): Of the Trainer.
+        scheduler_classes (tuple[str, ...]): The names of their classes.
         hidden_size (int | None): Of the model, where its config names one.
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
@@ -99,6 +100,7 @@ class TrainerFacts:
     frozen_parameters: tuple[str, ...]
     float_buffers: tuple[str, ...]
     deepspeed_version: str
+    scheduler_classes: tuple[str, ...] = ()
 
 
 def offload_device(offload: Any) -> str:

@@ -36,6 +36,8 @@ class GradientTracker:
         self.parameters = list(partitions.names)
         self.microbatches = 0
         """Backward passes since the last optimizer step."""
+        self.microbatches_of_batch = 0
+        """Backward passes of the batch at hand."""
         self._seen: set[int] = set()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._marker(index))
@@ -51,8 +53,13 @@ class GradientTracker:
     def after_backward(self) -> None:
         """Clear the buffers that the first microbatch did not overwrite. Called after every backward, on every rank."""
         self.microbatches += 1
+        self.microbatches_of_batch += 1
         if self.microbatches == 1 and len(self._seen) < len(self.parameters):
             self._clear_accumulation([p for i, p in enumerate(self.parameters) if i not in self._seen])
+
+    def end_batch(self) -> None:
+        """Note that a batch was not broken off. Called after its last microbatch."""
+        self.microbatches_of_batch = 0
 
     def without_gradient(self) -> set[torch.nn.Parameter]:
         """Say which parameters got no gradient in this optimizer step on any rank. Called before the engine steps.

@@ -44,23 +44,18 @@ class RunLength:
         return Time(int(duration.value * self.scale_schedule_ratio), duration.unit)
 
     @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run.
-
-        Raises:
-            ConfigError: When it cannot be known in advance.
-        """
+    def optimizer_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None when they cannot be known in advance."""
         duration = self.scaled_duration
         if duration.unit == TimeUnit.BATCH:
             return duration.value
         if duration.unit == TimeUnit.EPOCH and self.batches_per_epoch is not None:
             return duration.value * self.batches_per_epoch
         if duration.unit == TimeUnit.SAMPLE and self.batches_per_epoch and self.samples_per_batch:
-            epochs, rest = divmod(duration.value, self.samples_per_epoch or 1)
+            samples_per_epoch = self.samples_per_epoch or self.batches_per_epoch * self.samples_per_batch
+            epochs, rest = divmod(duration.value, samples_per_epoch)
             return epochs * self.batches_per_epoch + -(-rest // self.samples_per_batch)
-        if duration.unit in (TimeUnit.EPOCH, TimeUnit.SAMPLE):
-            raise ConfigError('the dataloader does not say how many batches it gives')
-        raise ConfigError(f'max_duration={self.max_duration!r} cannot be turned into optimizer steps in advance')
+        return None
 
     def timestamp(self, batch: int, *, at_end_of_epoch: bool = False) -> Timestamp:
         """Return Composer's clock after so many batches.
@@ -130,6 +125,8 @@ def learning_rates(scheduler: Any, optimizer: torch.optim.Optimizer, length: Run
         ConfigError: When the length is not known in advance, or the scheduler refuses its arguments.
     """
     total = length.optimizer_steps
+    if total is None:
+        raise ConfigError(f'max_duration={length.max_duration!r} cannot be turned into optimizer steps in advance')
     stride = -(-total // _MOST_POINTS)
     steps = sorted({*range(1, total + 1, stride), total}) if total else []
     try:

@@ -7,7 +7,6 @@ such batches right. So here the rank with fewer microbatches repeats its last on
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from composer.core import Precision, get_precision_context
 from composer.utils import ensure_tuple
 
 from composer_ds.errors import TrainingError
+from composer_ds.windows import microbatches_of
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -48,7 +48,7 @@ class EvenMicrobatches:
         """
         if not self.active:
             return
-        mine = len(_microbatches_of(closure))
+        mine = len(microbatches_of(closure))
         counts = self.state.device.tensor_to_device(torch.tensor([mine, -mine]))
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, fewest = int(counts[0]), -int(counts[1])
@@ -91,12 +91,3 @@ class EvenMicrobatches:
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)
-
-
-def _microbatches_of(closure: Callable[..., Any]) -> list[Any]:
-    # Composer (0.32) tells nobody how many microbatches a batch has, but the closure that it hands to optimizer.step
-    # holds the list. tests/distributed/test_parity.py (unequal batches) fails when that changes.
-    microbatches = inspect.getclosurevars(closure).nonlocals.get('microbatches')
-    if microbatches is None:
-        raise AssertionError('the closure that Composer hands to optimizer.step no longer names its microbatches')
-    return microbatches

@@ -15,7 +15,7 @@ from composer.optim import DecoupledSGDW
 from composer_ds.facts import Settings, TrainerFacts, mapping
 
 __all__ = [
-    'ELEMENTWISE', 'is_composers_default', 'optimizer_from_section', 'problems_of_optimizer', 'problems_of_scheduler',
+    'ELEMENTWISE', 'is_composers_default', 'optimizer_from_section', 'problems_of_optimizer', 'problems_of_scheduler', 'problems_of_schedulers',
     'section_builds_the_optimizer', 'use_fused_kernel',
 ]  # fmt: skip
 
@@ -171,9 +171,7 @@ def _section_beside(section: Any, optimizer: Any) -> Iterator[str]:
             "is the owner: leave the section out or write 'auto' for its values"
         )
     if kind != 'auto' and str(kind).lower() != ours.lower():
-        yield (
-            f'Trainer(optimizers={ours}(...)) and ds_config.optimizer.type={kind!r} disagree; leave the section out'
-        )
+        yield (f'Trainer(optimizers={ours}(...)) and ds_config.optimizer.type={kind!r} disagree; leave the section out')
 
 
 def optimizer_from_section(section: Any, default: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -209,8 +207,9 @@ def problems_of_scheduler(settings: Settings, facts: TrainerFacts) -> Iterator[s
         facts (TrainerFacts): What the Trainer knows.
 
     Yields:
-        str: At most one problem.
+        str: One problem each.
     """
+    yield from problems_of_schedulers(facts)
     section = settings.ds_config.get('scheduler')
     if section in (None, 'auto'):
         return
@@ -226,6 +225,22 @@ def problems_of_scheduler(settings: Settings, facts: TrainerFacts) -> Iterator[s
         f'ds_config.scheduler (type {kind!r}): the Trainer owns the schedule, in its own units and with its own '
         f'checkpoints; leave the section out and write Trainer(schedulers={instead})'
     )
+
+
+def problems_of_schedulers(facts: TrainerFacts) -> Iterator[str]:
+    """Find schedulers that Composer cannot drive.
+
+    Args:
+        facts (TrainerFacts): What the Trainer knows.
+
+    Yields:
+        str: One problem each.
+    """
+    if 'ReduceLROnPlateau' in facts.scheduler_classes:
+        yield (
+            'schedulers=ReduceLROnPlateau(...): it needs the value of a metric in each call, and Composer gives none; '
+            "use another schedule, or lower the lr of trainer.state.optimizers[0].param_groups in a callback's eval_end"
+        )
 
 
 def use_fused_kernel(optimizer: torch.optim.Optimizer, offloaded: bool) -> bool:

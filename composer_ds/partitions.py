@@ -267,6 +267,7 @@ def _refresh_working_weights(zero_optimizer: Any) -> None:
     zero_optimizer._partition_all_parameters()
     for group in range(len(zero_optimizer.fp32_partitioned_groups_flat)):
         zero_optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    zero_optimizer.invalidate_secondary_tensor()  # the copies that hpZ keeps on each node
     persistent = zero_optimizer.persistent_parameters
     if persistent:
         persistent[0].all_gather(persistent)

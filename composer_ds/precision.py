@@ -220,8 +220,12 @@ def notes_on_precision(settings: Settings, facts: TrainerFacts) -> Iterator[str]
         yield (
             f'ds_config.data_types.buffer_dtype={dtype!r} rounds {len(facts.float_buffers)} buffers of the model '
             f'({_some(facts.float_buffers)})'
-            + (f' but for those that match keep_in_fp32_modules={kept!r}.' if kept else '. To keep some in fp32, name '
-               'them in ds_config.data_types.keep_in_fp32_modules; to keep all, leave buffer_dtype out.')
+            + (
+                f' but for those that match keep_in_fp32_modules={kept!r}.'
+                if kept
+                else '. To keep some in fp32, name '
+                'them in ds_config.data_types.keep_in_fp32_modules; to keep all, leave buffer_dtype out.'
+            )
         )
 
 

@@ -11,12 +11,16 @@ from composer.devices import DeviceCPU
 from composer.utils import dist, ensure_tuple
 
 from composer_ds.auto_values import hidden_size_of
+from composer_ds.batches import problems_of_batches
+from composer_ds.composer_parts import problems_of_late_surgery
 from composer_ds.errors import ConfigError
+from composer_ds.faces import ModelFace
 from composer_ds.facts import Settings, TrainerFacts
-from composer_ds.ownership import Plan, make_plan
+from composer_ds.optimizers import problems_of_schedulers
+from composer_ds.ownership import Plan, make_plan, problems_of
 from composer_ds.partitions import full_numel
 
-__all__ = ['agreed_plan', 'facts_of', 'parameters_of']
+__all__ = ['agreed_plan', 'check_still_ours', 'facts_of', 'parameters_of']
 
 
 def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts:
@@ -54,6 +58,7 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         optimizer=optimizers[0] if optimizers else None,
         optimizer_from_section=optimizer_from_section,
         number_of_schedulers=len(state.schedulers),
+        scheduler_classes=tuple(type(scheduler).__name__ for scheduler in state.schedulers),
         hidden_size=hidden_size_of(state.model),
         trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
         trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
@@ -99,14 +104,54 @@ def agreed_plan(settings: Settings, facts: TrainerFacts) -> Plan:
     Raises:
         ConfigError: On every rank, with the problems of all ranks.
     """
-    plan, problems = None, []
-    try:
-        plan = make_plan(settings, facts)
-    except ConfigError as error:
-        problems = list(error.problems)
+    _raise_together(problems_of(settings, facts))
+    return make_plan(settings, facts)
+
+
+def _raise_together(problems: list[str]) -> None:
+    """Raise the problems of all ranks on every rank. Collective."""
     everyones = dist.all_gather_object(problems)
     together = list(dict.fromkeys(problem for one in everyones for problem in one))
     if together:
         raise ConfigError(together)
-    assert plan is not None
-    return plan
+
+
+def check_still_ours(
+    state: State, plan: Plan, settings: Settings, taken: frozenset[torch.nn.Parameter]
+) -> TrainerFacts:
+    """Compare what ``fit`` was given, and what became of the model, with what the engine was built for.
+
+    Collective: called at ``FIT_START``, on every rank.
+
+    Args:
+        state (State): Composer's state.
+        plan (Plan): What is run.
+        settings (Settings): What the user gave to ``DeepSpeed``.
+        taken (frozenset[torch.nn.Parameter]): The parameters that the engine has.
+
+    Returns:
+        TrainerFacts: As they are now.
+
+    Raises:
+        ConfigError: On every rank, with the problems of all ranks.
+    """
+    facts = facts_of(state)
+    problems = [
+        *problems_of_batches(settings.ds_config, facts),
+        *problems_of_late_surgery(state.model, taken),
+        *problems_of_schedulers(facts),
+    ]
+    if state.precision.value != plan.precision:
+        problems.append(
+            f"fit(precision='{state.precision.value}'): the engine was built for '{plan.precision}'; give the "
+            'precision to the Trainer'
+        )
+    if not isinstance(state.model, ModelFace):
+        problems.append(
+            f'state.model has become {type(state.model).__name__}; nothing may wrap or replace the model after '
+            'DeepSpeed has taken it at BEFORE_LOAD'
+        )
+    elif 'forward' in vars(state.model):
+        problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')
+    _raise_together(problems)
+    return facts

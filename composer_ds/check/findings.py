@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from composer_ds.errors import ConfigError
 from composer_ds.facts import Settings, TrainerFacts
-from composer_ds.memory import MemoryPlan, RankMemory, rank_memory
+from composer_ds.memory import RankMemory, rank_memory
+from composer_ds.memory_plan import MemoryPlan
 from composer_ds.model_sizes import ModelSizes
 from composer_ds.ownership import Plan, make_plan
 
@@ -69,9 +70,7 @@ class Findings:
     origin_of: Callable[[str], str] = str
 
 
-def memory_rows(
-    settings: Settings, facts: TrainerFacts, sizes: ModelSizes, chosen: Plan | None
-) -> Iterator[MemoryRow]:
+def memory_rows(settings: Settings, facts: TrainerFacts, sizes: ModelSizes, chosen: Plan | None) -> Iterator[MemoryRow]:
     """Predict the memory of every ZeRO stage with every offload, all else as the user has it.
 
     Args:

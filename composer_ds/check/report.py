@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.padding import Padding
@@ -27,7 +29,7 @@ def print_findings(findings: Findings, console: Console) -> None:
     ranks = f'{findings.world_size} rank{"s" if findings.world_size > 1 else ""}'
     _section(console, f'{findings.title} on {ranks}', Text(findings.model) if findings.model else None)
     if findings.plan is not None and findings.plan.decisions:
-        _section(console, 'Plan', _plan_table(findings.plan, findings))
+        _section(console, 'Plan', _plan_table(findings.plan, findings, is_narrow=console.width < 110))
     _section(console, 'Batch', Text(findings.batch))
     if findings.memory:
         _section(console, 'Memory of each rank', _memory_table(findings.memory, findings), Text(_about(findings)))
@@ -43,37 +45,43 @@ def print_findings(findings: Findings, console: Console) -> None:
 
 def _section(console: Console, title: str, *parts: Table | Text | None) -> None:
     console.print(Text(title, style='bold'))
-    console.print(Padding(Group(*(part for part in parts if part is not None)), (0, 0, 1, 2)))
+    console.print(Padding(Group(*(part for part in parts if part is not None)), (0, 0, 1, 2), expand=False))
 
 
-def _plan_table(plan: Plan, findings: Findings) -> Table:
+def _plan_table(plan: Plan, findings: Findings, is_narrow: bool) -> Table:
     table = Table(box=None, header_style='underline', pad_edge=False)
     for name in ('setting', 'value', 'owner', 'from'):
         table.add_column(name, overflow='fold')
     for one in plan.decisions:
-        table.add_row(Text(one.setting), Text(str(one.value)), Text(one.owner), Text(findings.origin_of(one.source)))
+        source = 'ds_config' if one.source == f'ds_config.{one.setting}' else findings.origin_of(one.source)
+        cells = (one.setting, str(one.value), one.owner, source)
+        table.add_row(*(Text(_before_long_words(cell) if is_narrow else cell) for cell in cells))
     return table
+
+
+def _before_long_words(text: str) -> str:
+    """Break dotted paths between their parts rather than anywhere."""
+    return re.sub(r'\.(?=\w{12})', '.\n', text)
 
 
 def _memory_table(rows: list[MemoryRow], findings: Findings) -> Table:
     table = Table(box=None, header_style='underline', pad_edge=False)
-    table.add_column('')
-    table.add_column('ZeRO')
-    table.add_column('offload')
+    table.add_column('ZeRO', justify='right')
+    table.add_column('offload', overflow='fold', min_width=10)
     for name in _KINDS:
-        table.add_column(name, justify='right')
+        table.add_column(name, justify='right', no_wrap=True)
     for name in ('in all',) if findings.on_cpu else ('device', 'host'):
-        table.add_column(name, justify='right', style='bold')
+        table.add_column(name, justify='right', no_wrap=True, style='bold')
     for row in rows:
-        cells = [Text('>' if row.is_chosen else ''), str(row.zero_stage), ', '.join(row.offload) or '-']
-        style = 'green' if row.is_chosen else ''
+        cells = [f'> {row.zero_stage}' if row.is_chosen else str(row.zero_stage), ', '.join(row.offload) or '-']
         if row.memory is None:
-            table.add_row(*cells, Text('not with these settings'), style='dim')
+            table.add_row(*cells, 'refused', style='dim')
             continue
         memory = row.memory
-        cells += [decimal(memory.device[kind] + memory.host[kind]) for kind in _KINDS]
-        totals = (memory.total_bytes,) if findings.on_cpu else (memory.device_bytes, memory.host_bytes)
-        table.add_row(*cells, *(decimal(total) if total else '-' for total in totals), style=style)
+        sizes = [memory.device[kind] + memory.host[kind] for kind in _KINDS]
+        sizes += [memory.total_bytes] if findings.on_cpu else [memory.device_bytes, memory.host_bytes]
+        shown = (decimal(size) if size else '-' for size in sizes)
+        table.add_row(*cells, *shown, style='green' if row.is_chosen else '')
     return table
 
 
@@ -83,10 +91,14 @@ def _about(findings: Findings) -> str:
         'At the fullest moment of an optimizer step with several microbatches; optimizer: fp32 master weights and '
         'state; buffers: of communication and offload. Activations are not counted, nor what the allocator loses.'
     ]
+    if any(row.memory is None for row in findings.memory):
+        sentences.append('refused: the other settings do not allow it.')
     if chosen is not None:
         sentences.append('> is what the file asks for.')
         if chosen.gathered_bytes:
-            sentences.append(f'ZeRO 3 gathers weights besides while it computes, up to {decimal(chosen.gathered_bytes)}.')
+            sentences.append(
+                f'ZeRO 3 gathers weights besides while it computes, up to {decimal(chosen.gathered_bytes)}.'
+            )
     if not findings.on_cpu:
         sentences.append('Host memory is for each rank: a machine with 8 ranks needs it 8 times.')
     return ' '.join(sentences)

@@ -45,10 +45,11 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
     config = check(source)
     on_cpu = _is_for_cpu(config.train)
     precision = config.train.precision or ('fp32' if on_cpu else 'amp_fp16')
+    problems = []
     if on_cpu and precision != 'fp32':
-        raise ConfigError(
+        problems.append(
             f'train.precision = {precision!r} ({source.origin(("train", "precision"))}): on a CPU Composer computes in '
-            "fp32 only; write fp32, or deepspeed.ds_config={bf16: {enabled: true}} for bf16"
+            'fp32 only; write fp32, or deepspeed.ds_config={bf16: {enabled: true}} for bf16'
         )
     tell(f'Building {config.layout.task}')
     with as_rank_0_of(world_size):
@@ -81,7 +82,22 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
             given.get('offload_param'),
             read_ds_config(given.get('ds_config')),
         )
-    plan = None if config.deepspeed is None else make_plan(settings, facts)
+    plan = rates = None
+    remarks = []
+    try:
+        plan = None if config.deepspeed is None else make_plan(settings, facts)
+    except ConfigError as error:
+        problems += error.problems
+    length = _length(config.train, loader, batch_size, world_size)
+    if length.optimizer_steps is None:
+        remarks.append(f'No learning rates: how many optimizer steps {config.train.max_duration} are is not known yet.')
+    else:
+        try:
+            rates = learning_rates(scheduler, optimizer, length)
+        except ConfigError as error:
+            problems += [f'scheduler ({source.origin(("scheduler", "name"))}): {one}' for one in error.problems]
+    if problems:
+        raise ConfigError(problems)
     sizes = sizes_of(task.model, optimizer)
     findings = Findings(
         title=file,
@@ -91,7 +107,8 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
         on_cpu=on_cpu,
         model=_describe(task.model, sizes.trained, sizes.frozen, optimizer),
         memory=list(memory_rows(settings, facts, sizes, plan)),
-        remarks=list(plan.notes) if plan else ['deepspeed: null, so plain Composer (DDP) trains this run.'],
+        rates=rates,
+        remarks=[*(plan.notes if plan else ['deepspeed: null, so plain Composer (DDP) trains this run.']), *remarks],
         origin_of=lambda decision: _origin(decision, source),
     )
     if config.train.device is None:
@@ -99,10 +116,6 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
             f'For a {"CPU" if on_cpu else "GPU"}, as this machine and the precision suggest; '
             f'train.device={"gpu" if on_cpu else "cpu"} checks for the other.'
         )
-    try:
-        findings.rates = learning_rates(scheduler, optimizer, _length(config.train, loader, batch_size, world_size))
-    except ConfigError as error:
-        findings.remarks.append(f'No learning rates: {error}')
     return findings
 
 
@@ -175,10 +188,13 @@ def _origin(decision: str, source: ConfigFile) -> str:
         path = sections.get(name)
         if path is None:
             return decision
-        there = path in source.lines or path in source.overridden
-        return f'{".".join(path)}, {source.origin(path)}' if there else "Composer's default"
+        return _place(path, '.'.join(path), source) or "Composer's default"
     if in_ds_config:
-        path = ('deepspeed', 'ds_config', *in_ds_config.group(1).split('.'))
-        if path in source.lines or path in source.overridden:
-            return f'{decision}, {source.origin(path)}'
+        return _place(('deepspeed', 'ds_config', *in_ds_config.group(1).split('.')), decision, source) or decision
     return decision
+
+
+def _place(path: tuple[str, ...], name: str, source: ConfigFile) -> str | None:
+    if path in source.overridden:
+        return f'{name}, command line'
+    return f'{name}, line {source.lines[path]}' if path in source.lines else None

@@ -8,7 +8,6 @@ that a scheduler of either drives the learning rate that DeepSpeed applies.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_ds.errors import ComposerDSError, TrainingError
+from composer_ds.loss_scaling import LossScale
 from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.partitioned_optimizer import PartitionedOptimizer
 from composer_ds.partitions import Partitions, full_numel, full_shape
+from composer_ds.windows import Window
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from composer_ds.gradients import GradientTracker
 
 __all__ = ['OptimizerFace', 'optimizer_face']
-
-log = logging.getLogger(__name__)
 
 
 class OptimizerFace(torch.optim.Optimizer):
@@ -39,10 +38,12 @@ class OptimizerFace(torch.optim.Optimizer):
     _partitions: Partitions
     _gradients: GradientTracker
     _even_microbatches: EvenMicrobatches
+    _window: Window
+    _loss_scale: LossScale
     _after_optimizer_step: Callable[[bool], None]
 
     def step(self, closure: Callable | None = None, **kwargs: Any) -> Any:  # pyright: ignore
-        """Make one optimizer step: all microbatches, then the update. Called by Composer once per batch.
+        """Run all microbatches of a batch, then the update when the batch ends a window. Called by Composer per batch.
 
         Collective.
 
@@ -58,25 +59,43 @@ class OptimizerFace(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             self._even_microbatches.begin(closure)
+            self._window.begin_batch(closure)
             with torch.enable_grad():
                 loss = closure(**kwargs)
             self._even_microbatches.finish()
+        self._gradients.end_batch()
+        if self._window.is_full:
+            self.finish_window()
+        return loss
+
+    def finish_window(self) -> None:
+        """Make the update out of the gradients of all batches since the last. Called after the last of a window.
+
+        Collective.
+        """
+        assert self._ds_engine is not None
         self._partitioned.without_gradient = self._gradients.without_gradient()
         self._partitioned.pull_settings()
-        self._ds_engine.step()
-        skipped = not self._ds_engine.was_step_applied()
-        if skipped and torch.distributed.get_rank() == 0:
-            # DeepSpeed itself says nothing in bf16 and fp32, and a run whose gradients are NaN looks alive.
-            log.warning(
-                'Optimizer step skipped: a gradient is infinite or NaN. The weights are unchanged. Look at the loss, '
-                'the learning rate and the data of this batch.'
-            )
+        self._loss_scale.before_optimizer_step()
+        with self._window.averaging():
+            self._ds_engine.step()
+        self._loss_scale.after_optimizer_step()
+        applied = bool(self._ds_engine.was_step_applied())
         self._partitioned.push_settings()
-        self._gradients.after_optimizer_step(skipped)
-        self._after_optimizer_step(not skipped)
+        self._gradients.after_optimizer_step(not applied)
         # Read by torch's schedulers, which warn when they move before the optimizer that they hold did.
         self._client._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return loss
+        self._after_optimizer_step(applied)
+
+    def gradient_norm(self) -> float | None:
+        """Return the norm of the last optimizer step's gradient, over all parameters and ranks, before clipping.
+
+        Returns:
+            float | None: None where the ds_config switches it off.
+        """
+        assert self._ds_engine is not None
+        norm = self._ds_engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing between optimizer steps: the engine clears the gradients itself, at the end of each.
@@ -88,9 +107,9 @@ class OptimizerFace(torch.optim.Optimizer):
             TrainingError: When a batch was broken off after some of its microbatches: ZeRO has already mixed their
                 gradients over the ranks, and the next optimizer step would contain them.
         """
-        if self._gradients.microbatches:
+        if self._gradients.microbatches_of_batch:
             raise TrainingError(
-                f'The last batch was broken off after {self._gradients.microbatches} microbatches, whose gradients '
+                f'The last batch was broken off after {self._gradients.microbatches_of_batch} microbatches, whose gradients '
                 'DeepSpeed has already reduced and cannot take back. Build a new Trainer and resume from a checkpoint.'
             )
 
@@ -204,6 +223,8 @@ def optimizer_face(
     partitioned: PartitionedOptimizer,
     gradients: GradientTracker,
     even_microbatches: EvenMicrobatches,
+    window: Window,
+    loss_scale: LossScale,
     after_optimizer_step: Callable[[bool], None],
 ) -> OptimizerFace:
     """Make the face of an optimizer. Called at ``BEFORE_LOAD``, on every rank.
@@ -214,6 +235,8 @@ def optimizer_face(
         partitioned (PartitionedOptimizer): The optimizer that the engine steps.
         gradients (GradientTracker): Which parameters got a gradient.
         even_microbatches (EvenMicrobatches): Gives every rank the same number of backward passes.
+        window (Window): The batches of an optimizer step.
+        loss_scale (LossScale): Of the engine.
         after_optimizer_step (Callable[[bool], None]): Called after each, with whether the update was applied.
 
     Returns:
@@ -230,6 +253,8 @@ def optimizer_face(
         '_partitions': partitioned.partitions,
         '_gradients': gradients,
         '_even_microbatches': even_microbatches,
+        '_window': window,
+        '_loss_scale': loss_scale,
         '_after_optimizer_step': staticmethod(after_optimizer_step),
         # Composer then also hands its closure over in fp16.
         '_step_supports_amp_closure': True,

@@ -119,10 +119,11 @@ class TrainConfig(_Section):
 class DeepSpeedConfig(_Section):
     """Section `deepspeed`: arguments of `composer_ds.DeepSpeed`. Without the section Composer trains with DDP."""
 
-    zero_stage: ZeroStage = 2
+    zero_stage: ZeroStage | None = None
     offload_optimizer: Literal['cpu'] | None = None
     offload_param: Literal['cpu'] | None = None
     ds_config: dict[str, Any] | str | None = None
+    max_consecutive_skipped_steps: PositiveInt | None = 50
 
 
 class CheckpointConfig(_Section):

@@ -14,10 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from composer_ds import DeepSpeed, conflicts
+from composer_ds import DeepSpeed
 from tests.distributed.parity_cases import OPTIMIZERS, STRATEGIES, weights_of
-
-getattr(conflicts, 'REFUSED_PARTS_OF_COMPOSER', {}).pop('EMA', None)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     'at once': {'half_life': '2ba'},
@@ -203,7 +201,7 @@ def save(strategy: str | None, folder: str) -> dict[str, Any]:
 
 
 def resume(strategy: str | None, folder: str) -> dict[str, Any]:
-    """Go on from the checkpoint, with a model of other weights to begin with, and an evaluation before anything else."""
+    """Go on from the checkpoint, with other weights to begin with, and an evaluation before anything else."""
     watch = Watch(0.5)
     trainer = _trainer(
         strategy,

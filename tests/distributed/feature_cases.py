@@ -96,11 +96,11 @@ def _settings(stage: int, ds_config: dict[str, Any], offload: str | None = None)
 
 
 class _Watch(Callback):
-    """Calls a function with the engine on one event and keeps what it says."""
+    """Calls a function with Composer's state on one event and keeps what it says."""
 
     def __init__(self, event: str, look: Callable[[Any], Any]):
         self.seen: list[Any] = []
-        setattr(self, event, lambda state, logger: self.seen.append(look(_engine_of(state))))
+        setattr(self, event, lambda state, logger: self.seen.append(look(state)))
 
 
 def _engine_of(state: State) -> Any:
@@ -108,7 +108,7 @@ def _engine_of(state: State) -> Any:
 
 
 def _watch(stage: int, zero: dict[str, Any], event: str, look: Callable[[Any], Any], case: str = 'block') -> list[Any]:
-    watch = _Watch(event, look)
+    watch = _Watch(event, lambda state: look(_engine_of(state)))
     trainer = _trainer(case, _settings(stage, {'zero_optimization': zero}), '1ba', callbacks=[watch])
     trainer.fit()
     trainer.close()
@@ -143,6 +143,25 @@ def least_move(case: str) -> float:
     return min(float((value - before[name]).abs().max()) for name, value in _weights(case).items())
 
 
+def learning_rates() -> list[float]:
+    """Return the learning rate of each batch in plain Composer."""
+    watch = _Watch('before_train_batch', lambda state: state.optimizers[0].param_groups[0]['lr'])
+    trainer = _trainer('block', None, '5ba', callbacks=[watch])
+    trainer.fit()
+    trainer.close()
+    return watch.seen
+
+
+def log_level(level: str) -> int:
+    """Return the level of DeepSpeed's logger while there is an engine."""
+    from deepspeed.utils import logger
+
+    trainer = _trainer('block', _settings(2, {'log_level': level}))
+    found = logger.level
+    trainer.close()
+    return found
+
+
 def output_of(stage: int, ds_config: dict[str, Any], case: str = 'block', **arguments: Any) -> tuple[str, str]:
     """Train for three batches and return what was printed and what DeepSpeed's logger let through."""
     from deepspeed.utils import logger
@@ -151,13 +170,18 @@ def output_of(stage: int, ds_config: dict[str, Any], case: str = 'block', **argu
     handler = logging.StreamHandler(logged)
     logger.addHandler(handler)
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), _as_without_zero_3():
             trainer = _trainer(case, _settings(stage, ds_config), **arguments)
             trainer.fit()
             trainer.close()
     finally:
         logger.removeHandler(handler)
     return printed.getvalue(), logged.getvalue()
+
+
+def _as_without_zero_3():
+    """Undo inside what DeepSpeed leaves behind in a process that has trained with ZeRO 3."""
+    return mock.patch('torch.nn.functional.linear', torch._C._nn.linear)
 
 
 @contextlib.contextmanager
@@ -168,8 +192,8 @@ def _without_refusal():
         return {key: value for key, value in settings.ds_config.items() if key != 'zero_optimization'}
 
     with (
-        mock.patch('composer_ds.conflicts.problems_of_features', lambda settings: ()),
-        mock.patch('composer_ds.conflicts.problems_of_features_with_trainer', lambda *_: (), create=True),
+        mock.patch('composer_ds.conflicts.problems_of_features', return_value=()),
+        mock.patch('composer_ds.conflicts.problems_of_features_with_trainer', return_value=(), create=True),
         mock.patch('composer_ds.ownership.passed_on', all_of_it),
     ):
         yield
@@ -292,6 +316,27 @@ def hpz_differences(partition_size: int) -> list[float]:
         ]
 
 
+def hpz_loads(pending: bool) -> float:
+    """Load other weights after training with hpZ and return how far the outputs are from those of the weights loaded.
+
+    ``pending``: after a forward pass whose gradients nobody has asked for, when there are second copies of the weights.
+    """
+    zero = {'zero_hpz_partition_size': 2, 'stage3_param_persistence_threshold': 0}
+    with fresh_groups():
+        trainer = _trainer('block', _settings(3, {'zero_optimization': zero}))
+        trainer.fit()
+        torch.manual_seed(99)
+        other, batch = WithBlock(), (torch.randn(3, 6), torch.randn(3, 2))
+        model = trainer.state.model
+        if pending:
+            model(batch)
+        model.load_state_dict(other.state_dict())
+        with torch.no_grad():
+            difference = float((model(batch) - other(batch)).abs().max())
+        trainer.close()
+    return difference
+
+
 def leaves(zero: dict[str, Any]) -> list[str]:
     """Return the classes of the modules that ZeRO 3 gathers as a whole."""
     from deepspeed.utils import get_z3_leaf_modules
@@ -316,9 +361,9 @@ def saved_shapes(folder: str, gather: bool) -> dict[str, tuple[int, ...]] | None
 
 
 def linear_while_training(memory_efficient: bool) -> str:
-    """Return the module of ``torch.nn.functional.linear`` while ZeRO 3 trains, as in a process that never did before."""
+    """Return the module of ``torch.nn.functional.linear`` while ZeRO 3 trains, as in a process that never did."""
     zero = {'memory_efficient_linear': memory_efficient}
-    with mock.patch('torch.nn.functional.linear', torch._C._nn.linear):
+    with _as_without_zero_3():
         return _watch(3, zero, 'after_forward', lambda _: torch.nn.functional.linear.__module__)[0]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import DeepSpeed
-from composer_ds.memory import MemoryPlan, RankMemory, rank_memory
+from composer_ds.memory import rank_memory
+from composer_ds.memory_plan import MemoryPlan
 from composer_ds.model_sizes import sizes_of
 
 MICROBATCHES = 2
@@ -27,7 +31,7 @@ class Network(ComposerModel):
 
     def __init__(self, widths: tuple[int, ...]):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
         self.frozen = nn.Linear(widths[-1], widths[-2]).requires_grad_(False)
         self.register_buffer('table', torch.zeros(widths[-1], 7))
 
@@ -38,11 +42,11 @@ class Network(ComposerModel):
         return outputs.float().square().mean()
 
 
-MODELS = {
+WIDTHS = {
     # Matrices above ZeRO 3's threshold, and biases below it.
-    'large': lambda: Network((400, 400, 400, 300)),
+    'large': (400, 400, 400, 300),
     # Everything below it, odd everywhere, so that padding and whole parameters in partitions show.
-    'odd': lambda: Network((61, 89, 53, 97, 41)),
+    'odd': (61, 89, 53, 97, 41),
 }
 
 
@@ -55,7 +59,8 @@ class _Recorder(Callback):
         self.undo: list[Callable[[], None]] = []
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        zero_optimizer: Any = next(one for one in state.algorithms if isinstance(one, DeepSpeed)).ds_engine.optimizer
+        ds_engine: Any = next(one.ds_engine for one in state.algorithms if isinstance(one, DeepSpeed))
+        zero_optimizer = ds_engine.optimizer
         for owner, name in (
             (deepspeed.comm, 'all_reduce'),
             (deepspeed.comm, 'reduce_scatter_fn'),
@@ -64,12 +69,12 @@ class _Recorder(Callback):
         ):
             if hasattr(owner, name):
                 self._measure_around(owner, name)
-        for parameter in (zero_optimizer.bf16_groups if hasattr(zero_optimizer, 'bf16_groups') else ()):
-            parameter[0].register_post_accumulate_grad_hook(lambda _: self.measure())
         state.optimizers[0].register_step_post_hook(lambda *_: self.measure())
 
     def before_backward(self, state: State, logger: Logger) -> None:
         self.microbatches += 1
+        if self.microbatches == 2 * MICROBATCHES:
+            gc.collect()  # of the first optimizer step nothing is left
 
     def after_backward(self, state: State, logger: Logger) -> None:
         self.measure()
@@ -91,28 +96,30 @@ class _Recorder(Callback):
         self.undo.append(lambda: setattr(owner, name, function))
 
     def measure(self) -> None:
-        if self.microbatches == 2 * MICROBATCHES:
+        if self.microbatches == 2 * MICROBATCHES and live_bytes() > self.peak_bytes:
+            time.sleep(0.02)  # gloo's thread lets go of what the collective before has sent
             self.peak_bytes = max(self.peak_bytes, live_bytes())
 
 
 def live_bytes() -> int:
     """Sum up the storages of all tensors made since ``gc.freeze()``, each once."""
     found = {}
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    for tensor in (*tensors, *(one.grad for one in tensors if one.is_leaf and one.grad is not None)):
-        if tensor.device.type != 'meta' and tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for one in gc.get_objects():
+        if not issubclass(type(one), torch.Tensor):
+            continue
+        with contextlib.suppress(RuntimeError):  # autograd takes the tensor apart right now
+            for tensor in (one, one.grad) if one.is_leaf and one.grad is not None else (one,):
+                if tensor.device.type != 'meta' and tensor.untyped_storage().nbytes():
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 
 
-def measured_and_predicted(
-    name: str, optimizer: str, settings: dict[str, Any]
-) -> tuple[int, RankMemory]:
-    """Train two optimizer steps; return this rank's largest total, and the prediction."""
-    inputs = torch.zeros(8 * dist.get_world_size(), MODELS[name]().layers[0].in_features)
+def measured_and_predicted(name: str, optimizer: str, settings: dict[str, Any]) -> tuple[int, int]:
+    """Train two optimizer steps; return this rank's largest total in bytes, and the prediction for the fullest rank."""
+    inputs = torch.zeros(8 * dist.get_world_size(), WIDTHS[name][0])
     gc.collect()
     gc.freeze()  # what is alive now is hidden from gc.get_objects()
-    model = MODELS[name]()
+    model = Network(WIDTHS[name])
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1 and parameter.requires_grad]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1 and parameter.requires_grad]
     groups = [{'params': matrices}, {'params': others, 'weight_decay': 0.0}]
@@ -145,4 +152,4 @@ def measured_and_predicted(
     trainer.fit()
     trainer.close()
     gc.unfreeze()
-    return recorder.peak_bytes, rank_memory(sizes, plan)
+    return recorder.peak_bytes, rank_memory(sizes, plan).total_bytes

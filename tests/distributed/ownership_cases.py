@@ -91,7 +91,7 @@ def conflict_at_fit() -> list[str]:
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     whole = 4 * dist.get_world_size()
-    algorithm = DeepSpeed(ds_config={'train_batch_size': 2 * whole, 'gradient_accumulation_steps': 'auto'})
+    algorithm = DeepSpeed(ds_config={'train_batch_size': whole + 1, 'gradient_accumulation_steps': 'auto'})
     trainer = _trainer([algorithm], model=model, optimizers=optimizer, train_dataloader=None, schedulers=None)
     problems, _ = _error_and_time(lambda: trainer.fit(train_dataloader=_loader(_vectors())))
     trainer.close()

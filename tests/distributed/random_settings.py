@@ -83,7 +83,8 @@ def combinations(draw: st.DrawFn, world_size: int) -> Combination:
         elif given == 'right':
             ds_config[key] = value
         elif given == 'wrong':
-            ds_config[key] = value + draw(st.integers(1, 9))
+            # No multiple: that would be several batches in one optimizer step.
+            ds_config[key] = value + 1 if value > 1 else draw(st.sampled_from([0, -1]))
             plant(f'ds_config.{key}={ds_config[key]}')
 
     kinds = ['conflict', 'value'] if tempted() else ['none', 'auto', 'config', 'algorithm', 'both']
@@ -136,7 +137,10 @@ def _clipping(kind: str, ds_config: dict[str, Any], plant) -> tuple[tuple[str, f
     if kind == 'value':
         plant("'value', 0.7", "'norm'")
         return ('value', 0.7), 0.0
-    return (('norm', 0.7) if kind in ('algorithm', 'both', 'conflict') else None), 0.0 if kind in ('none', 'auto') else 0.7
+    return (('norm', 0.7) if kind in ('algorithm', 'both', 'conflict') else None), 0.0 if kind in (
+        'none',
+        'auto',
+    ) else 0.7
 
 
 def run(combination: Combination) -> dict[str, Any]:

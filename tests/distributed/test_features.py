@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,8 @@ def test_hpz(two_ranks):
     assert all(copy is None for _, copy in two_ranks.run(cases.second_copies, 1)[0])
     for rank in two_ranks.run(cases.hpz_differences, 2):
         assert rank == pytest.approx([0.0, 0.0], abs=TOLERANCE)
-
-
-def test_hpz_within_groups_of_ranks(four_ranks):
-    for rank in four_ranks.run(cases.hpz_differences, 2):
-        assert rank == pytest.approx([0.0, 0.0], abs=TOLERANCE)
+    for pending in (False, True):
+        assert two_ranks.run(cases.hpz_loads, pending) == pytest.approx([0.0, 0.0], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize('stage', [1, 2])
@@ -106,26 +104,28 @@ def test_zero_3_alone(two_ranks, tmp_path: Path):
 def test_what_is_logged(two_ranks):
     ds_config = {'steps_per_print': 2, 'dump_state': True, 'vocabulary_size': 1001, 'log_level': 'info'}
     _, logged = two_ranks.run(cases.output_of, 2, ds_config, duration='5ba')[0]
-    # The warm-up ends at the third batch, with the optimizer's lr of 0.02; the first batch has a third of nothing.
     found = re.findall(r'step=(\d+), skipped=(\d+), lr=\[([\d.e-]+)\]', logged)
+    rates = two_ranks.run(cases.learning_rates)[0]
+    assert rates[3] > rates[1]
     assert [(int(step), int(skipped)) for step, skipped, _ in found] == [(0, 0), (2, 0), (4, 0)]
-    assert [float(lr) for *_, lr in found[:2]] == pytest.approx([0.0, 0.02 / 3])
+    assert [float(lr) for *_, lr in found] == [rates[0], rates[1], rates[3]]
     assert re.search(r'global_samples \.+ 0', logged)
     assert 'vocabulary size 1001 is not aligned' in logged
     assert 'SamplesPerSec' not in logged
-    _, quiet = two_ranks.run(cases.output_of, 2, {'log_level': 'error', 'vocabulary_size': 1001})[0]
-    assert quiet == ''
+    assert two_ranks.run(cases.log_level, 'error')[0] == logging.ERROR
+    _, progress_alone = two_ranks.run(cases.output_of, 2, {'steps_per_print': 2}, duration='5ba')[0]
+    assert [int(step) for step in re.findall(r'step=(\d+), skipped=0', progress_alone)] == [0, 2, 4]
+    assert len(progress_alone.splitlines()) == 3
 
 
 def test_what_is_printed(two_ranks):
     ds_config = {'wall_clock_breakdown': True, 'memory_breakdown': True}
-    printed, _ = two_ranks.run(cases.output_of, 2, ds_config, 'slow', duration='2ba')[0]
-    forward_ms = [float(found) for found in re.findall(r'\| fwd: ([\d.]+) ', printed.replace('(ms)', '| '))]
-    forward_ms = forward_ms or [float(found) for found in re.findall(r'fwd: ([\d.]+)', printed)]
-    assert len(forward_ms) == 2
-    # Two microbatches each.
+    printed, _ = two_ranks.run(cases.output_of, 2, ds_config, 'slow', duration='1ba')[0]
+    forward_ms = [float(found) for found in re.findall(r'fwd: ([\d.]+)', printed)]
+    assert len(forward_ms) == 1
+    # A batch of two microbatches.
     assert all(2000 * cases.Slow.PAUSE_SEC <= one < 20_000 * cases.Slow.PAUSE_SEC for one in forward_ms)
-    assert printed.count('Engine before forward') == 4
+    assert printed.count('Engine before forward') == 2
 
 
 @pytest.mark.parametrize('stage', [1, 2])
@@ -136,8 +136,9 @@ def test_flops_profiler(two_ranks, tmp_path: Path, stage: int):
     assert _multiplications(file) == 4 * (6 * 13 + 13 * 7 + 7 * 2)
 
 
-def _multiplications(file: Path) -> int:
-    return int(re.findall(r'fwd MACs per GPU: +(\d+) MACs', file.read_text())[0])
+def _multiplications(file: Path) -> float:
+    number, thousand = re.findall(r'fwd MACs per GPU: +([\d.]+) (K?)MACs', file.read_text())[0]
+    return float(number) * (1000 if thousand else 1)
 
 
 def test_disable_python_gc(two_ranks):
@@ -159,7 +160,7 @@ def test_refused_since_flops_would_be_wrong(two_ranks, tmp_path: Path):
     section = {'enabled': True, 'profile_step': 1, 'output_file': str(file)}
     ds_config = {'flops_profiler': section}
     two_ranks.run(cases.output_without_refusal, 3, ds_config, case='divides', device_train_microbatch_size=4)
-    assert _multiplications(file) == 2 * 4 * (6 * 13 + 13 * 7 + 7 * 2)
+    assert _multiplications(file) == pytest.approx(2 * 4 * (6 * 13 + 13 * 7 + 7 * 2), rel=0.01)
     two_ranks.run(cases.output_without_refusal, 2, ds_config, case='divides', device_train_microbatch_size=3)
     assert _multiplications(file) == 1 * (6 * 13 + 13 * 7 + 7 * 2)  # of the second microbatch, which has one sample
 

@@ -38,7 +38,7 @@ def test_all_conflicts_come_at_once_within_a_second(two_ranks):
 
 def test_a_dataloader_that_comes_with_fit(two_ranks):
     for problems in two_ranks.run(ownership_cases.conflict_at_fit):
-        assert len(problems) == 1 and 'train_batch_size=16' in problems[0] and 'world size 2 = 8' in problems[0]
+        assert len(problems) == 1 and 'train_batch_size=9' in problems[0] and 'world size 2 = 8' in problems[0]
 
 
 def test_buffers_are_not_rounded_in_silence(one_rank):

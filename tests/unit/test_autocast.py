@@ -21,7 +21,7 @@ class Doubles(torch.nn.Module):
 
 def test_forward_runs_under_autocast_and_leaves_it():
     model = Doubles()
-    handles = autocast_inside(model, 'cpu')
+    handles = autocast_inside(model, 'cpu', torch.bfloat16)
     assert model(torch.ones(1, 3)).dtype == torch.bfloat16
     with torch.autocast('cpu', enabled=False):  # as DeepSpeed does around the module
         assert model(torch.ones(1, 3)).dtype == torch.bfloat16

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from composer_ds.batches import accumulation_of, global_batch_of, problems_of_batches
+from composer_ds.batches import accumulation_of, batches_per_optimizer_step, global_batch_of, problems_of_batches
 from tests.unit.test_ownership import FACTS  # two ranks, batches of 8, microbatches of 4
 
 
@@ -40,10 +40,15 @@ def test_sizes_that_agree(ds_config: dict):
 @pytest.mark.parametrize(
     ('ds_config', 'facts', 'words'),
     [
-        ({'train_batch_size': 64}, {}, ['=64', 'batch 8 of the dataloader x world size 2 = 16', 'for 4 batches']),
+        ({'train_batch_size': 60}, {}, ['=60', 'batch 8 of the dataloader x world size 2 = 16', 'Write 16']),
         ({'train_batch_size': 24}, {}, ['=24', 'Write 16']),
         ({'train_batch_size': 24}, {'batch_sizes': (5, 6)}, ['=24', '5 + 6 = 11', 'Write 11']),
-        ({'gradient_accumulation_steps': 8}, {}, ['=8', '8 samples in microbatches of 4 makes 2', 'for 4 batches']),
+        ({'gradient_accumulation_steps': 7}, {}, ['=7', '8 samples in microbatches of 4 makes 2', 'Write 2']),
+        (
+            {'gradient_accumulation_steps': 4, 'train_batch_size': 64},
+            {},
+            ['gradient_accumulation_steps=4 makes 2', 'train_batch_size=64 makes 4'],
+        ),
         ({'gradient_accumulation_steps': 3}, {}, ['=3', 'makes 2', 'Write 2']),
         ({'gradient_accumulation_steps': 1}, {}, ['=1', 'makes 2', 'Write 2']),
         ({'train_micro_batch_size_per_gpu': 2}, {}, ['microbatch_size=4', '=2', 'device_train_microbatch_size=2']),
@@ -57,6 +62,24 @@ def test_sizes_that_agree(ds_config: dict):
 def test_sizes_that_disagree(ds_config: dict, facts: dict, words: list[str]):
     (problem,) = problems(ds_config, **facts)
     assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ('ds_config', 'facts', 'batches'),
+    [
+        ({}, {}, 1),
+        ({'train_batch_size': 16}, {}, 1),
+        ({'train_batch_size': 64}, {}, 4),
+        ({'gradient_accumulation_steps': 8}, {}, 4),
+        ({'gradient_accumulation_steps': 8, 'train_batch_size': 64, 'train_micro_batch_size_per_gpu': 4}, {}, 4),
+        # 9 samples in microbatches of 4 are 4 + 4 + 1.
+        ({'gradient_accumulation_steps': 6}, {'batch_sizes': (9, 9)}, 2),
+        ({'gradient_accumulation_steps': 64}, {'batch_sizes': (1, 1), 'device_train_microbatch_size': 1}, 64),
+    ],
+)
+def test_batches_in_one_optimizer_step(ds_config: dict, facts: dict, batches: int):
+    assert problems(ds_config, **facts) == []
+    assert batches_per_optimizer_step(ds_config, dataclasses.replace(FACTS, **facts)) == batches
 
 
 def test_a_job_that_was_started_with_too_few_ranks():

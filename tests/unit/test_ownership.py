@@ -240,7 +240,7 @@ def test_a_schedule_that_is_left_to_the_trainer():
 
 
 def test_all_conflicts_at_once():
-    given = settings(2, None, 'cpu', train_batch_size=64, scheduler=WARMUP, misspelt=1)
+    given = settings(2, None, 'cpu', train_batch_size=65, scheduler=WARMUP, misspelt=1)
     several = {'precision': 'amp_fp8', 'optimizer': optimizer(LAMB), 'parallelism': ('tp',)}
     assert len(problems(given, **several)) == 7
     with pytest.raises(ConfigError, match='7 problems'):

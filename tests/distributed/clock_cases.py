@@ -1,0 +1,202 @@
+"""Optimizer steps, schedules and windows of several batches. Runs inside rank processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from composer import Algorithm, Callback, ComposerModel, Trainer
+from composer.algorithms import GradientClipping
+from composer.optim import (
+    CosineAnnealingWithWarmupScheduler,
+    LinearWithWarmupScheduler,
+    MultiStepScheduler,
+    StepScheduler,
+)
+from composer.utils import dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer_ds import DeepSpeed, Event, optimizer_steps
+from tests.distributed.parity_cases import STRATEGIES, Regression, _vectors, weights_of
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    'warmup in ba': lambda _: LinearWithWarmupScheduler(t_warmup='3ba', alpha_f=0.1),
+    'warmup in dur': lambda _: CosineAnnealingWithWarmupScheduler(t_warmup='0.3dur', alpha_f=0.2),
+    'steps in ep': lambda _: StepScheduler('1ep', 0.5),
+    'steps in sp': lambda _: MultiStepScheduler(['20sp', '40sp'], 0.5),
+    'two of them': lambda _: [LinearWithWarmupScheduler(t_warmup='3ba'), StepScheduler('2ba', 0.5)],
+    'a function': lambda _: lambda state: 0.9 ** int(state.timestamp.batch),
+    'torch per batch': lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    'torch per epoch': lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    'torch sequence': lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+class RecordsUpdates(Callback):
+    """What can be seen at each optimizer step, and the learning rate that can be told from the update itself."""
+
+    def __init__(self):
+        self.seen: list[dict[str, Any]] = []
+        self.order: list[str] = []
+
+    def optimizer_step(self, state, logger):
+        steps = optimizer_steps(state)
+        self.order.append('callback')
+        self.seen.append(
+            {
+                'applied': steps.applied,
+                'attempted': steps.attempted,
+                'microbatches': steps.microbatches,
+                'norm': steps.gradient_norm,
+                'lr': steps.learning_rates[0],
+                'batch': int(state.timestamp.batch),
+            }
+        )
+
+
+class Watches(Algorithm):
+    """Sees the event, before callbacks do."""
+
+    def __init__(self, order: list[str]):
+        self.order = order
+
+    def match(self, event, state):
+        return event == Event.OPTIMIZER_STEP
+
+    def apply(self, event, state, logger):
+        self.order.append('algorithm')
+
+
+class Slope(ComposerModel):
+    """One weight whose gradient is 1 whatever happens, so that each update tells its learning rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, batch):
+        return self.weight.sum() / 4 * 4 + 0.0 * batch[0].sum()
+
+    def loss(self, outputs, batch):
+        # An infinite target makes this batch's gradient infinite.
+        return outputs * (1.0 + 0.0 * batch[1].mean())
+
+
+def slope_data(count: int, infinite: tuple[int, ...] = ()) -> TensorDataset:
+    """Samples that do not matter, but for the infinite ones."""
+    targets = torch.zeros(count, 2)
+    targets[list(infinite)] = float('inf')
+    return TensorDataset(torch.zeros(count, 6), targets)
+
+
+class LearningRates(Callback):
+    """The learning rate of every update, backed out of the weights: gradient 1, plain SGD."""
+
+    def __init__(self, model: Slope):
+        self.model = model
+        self.before = 0.0
+        self.rates: list[float] = []
+
+    def batch_end(self, state, logger):
+        state_dict = state.model.state_dict()
+        now = float(state_dict.get('weight', state_dict.get('module.weight'))[0])
+        self.rates.append(self.before - now)
+        self.before = now
+
+
+def learning_rates(
+    schedule: str,
+    deepspeed: dict[str, Any] | None,
+    infinite: tuple[int, ...] = (),
+    by: str = 'Trainer',
+    duration: str = '2ep',
+    save: str | None = None,
+    load: str | None = None,
+    stop_after: int | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Train the slope with batches of 2 samples per rank, 6 in an epoch; return the lr of each batch's update."""
+    model = Slope()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dataset = slope_data(12 * dist.get_world_size(), infinite)
+    recorder, updates = LearningRates(model), RecordsUpdates()
+    schedulers = SCHEDULES[schedule](optimizer)
+    trainer = Trainer(
+        model=model,
+        optimizers=optimizer,
+        schedulers=schedulers if by == 'Trainer' else None,
+        train_dataloader=DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset, shuffle=False)),
+        max_duration=duration,
+        device='cpu',
+        callbacks=[recorder, updates],
+        algorithms=[] if deepspeed is None else [DeepSpeed(**deepspeed)],
+        progress_bar=False,
+        save_folder=save,
+        save_interval='1ba',
+        load_path=load,
+        step_schedulers_every_batch=not schedule.endswith('per epoch') if by == 'Trainer' else None,
+        **arguments,
+    )
+    recorder.before = float(weights_of(trainer)['weight'][0])
+    if stop_after is not None:
+        trainer.state.max_duration = '2ep'  # what the schedule sees
+        trainer.fit(duration=f'{stop_after}ba')
+    elif by == 'fit':
+        trainer.fit(schedulers=SCHEDULES[schedule](trainer.state.optimizers[0]), step_schedulers_every_batch=True)
+    else:
+        trainer.fit()
+    counts = optimizer_steps(trainer.state).state_dict() if deepspeed is not None else {}
+    trainer.close()
+    return {'rates': recorder.rates, 'counts': counts, 'updates': updates.seen}
+
+
+def windows(strategy: str | None, batches: int, microbatch_size: int = 2, per_rank: int = 10) -> dict[str, Any]:
+    """Train two epochs of batches of 2, several in one optimizer step, across the epochs and with a short last one.
+
+    The oracle (no strategy) is given batches as large, out of both epochs in a row.
+    """
+    torch.manual_seed(17)
+    model = Regression()
+    model.net[2].p = 0.0  # every iterator of a dataloader draws a random number, and there are not as many
+    dataset = _vectors(count=per_rank * dist.get_world_size())
+    updates = RecordsUpdates()
+    algorithms: list[Any] = [GradientClipping('norm', 0.7)]
+    if strategy is None:
+        dataset = TensorDataset(*(torch.cat([tensor, tensor]) for tensor in dataset.tensors))
+    else:
+        settings = dict(STRATEGIES[strategy])
+        total = {'train_batch_size': 2 * batches * dist.get_world_size()}
+        settings['ds_config'] = {**settings.get('ds_config', {}), **total}
+        algorithms += [Watches(updates.order), DeepSpeed(**settings)]
+    size = 2 if strategy is not None else 2 * batches
+    evaluated = _vectors(count=8, seed=2)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01),
+        schedulers=LinearWithWarmupScheduler(t_warmup='2ba', alpha_f=0.1),
+        train_dataloader=DataLoader(dataset, batch_size=size, sampler=dist.get_sampler(dataset, shuffle=False)),
+        # In the middle of the windows.
+        eval_dataloader=None if strategy is None else DataLoader(evaluated, 4, sampler=dist.get_sampler(evaluated)),
+        eval_interval='1ba',
+        max_duration='1ep' if strategy is None else '2ep',
+        device='cpu',
+        device_train_microbatch_size=microbatch_size,
+        algorithms=algorithms,
+        callbacks=[updates],
+        seed=5,
+        progress_bar=False,
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()} if strategy is None else {}
+    trainer.fit()
+    weights, time = weights_of(trainer), int(trainer.state.timestamp.batch)
+    trainer.close()
+    return {'weights': weights, 'before': before, 'updates': updates.seen, 'order': updates.order, 'batches': time}
