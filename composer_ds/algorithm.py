@@ -41,6 +41,7 @@ from composer_ds.announcements import announce, block_of
 from composer_ds.autocast import autocast_inside
 from composer_ds.batches import batches_per_optimizer_step
 from composer_ds.clock import Clock
+from composer_ds.counts import OptimizerSteps
 from composer_ds.ds_config import read_ds_config
 from composer_ds.ema import partition_averages
 from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
@@ -50,7 +51,6 @@ from composer_ds.facts import Settings
 from composer_ds.gradients import GradientTracker
 from composer_ds.loss_scaling import LossScale
 from composer_ds.microbatches import EvenMicrobatches
-from composer_ds.counts import OptimizerSteps
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
@@ -190,7 +190,8 @@ class DeepSpeed(Algorithm):
         names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in held}
         optimizer = partitioned_optimizer(client, plan.fused_adam)
         rounded = [parameter for parameter in names if plan.weights != 'fp32' and parameter.is_floating_point()]
-        originals = {parameter: parameter.detach().to('cpu', torch.float32, copy=True) for parameter in rounded}
+        first = dist.get_global_rank() == 0
+        originals = {p: p.detach().to('cpu', torch.float32, copy=True) if first else None for p in rounded}
         self.ds_engine = build_engine(model, optimizer, plan.ds_config)
         broadcast_buffers(model)
         partitions = Partitions(self.ds_engine, names)
@@ -222,6 +223,7 @@ class DeepSpeed(Algorithm):
         facts = check_still_ours(state, self.plan, self.settings, self._taken)
         assert self._clock is not None
         self._clock.fit_start(batches_per_optimizer_step(self.settings.ds_config, facts))
+        assert self.ds_engine is not None
         if self.plan.precision == 'amp_fp16' and not isinstance(state.scaler, ScalerFace):
             state.scaler = ScalerFace(self.ds_engine)  # fit(precision=...) has made a new one
         announce(block_of(self.plan, state, self._clock.window.size))  # collective: the ranks' batch sizes are added up

@@ -48,19 +48,20 @@ def describe_batch(microbatch_size: int | float | None, batch_sizes: list[int | 
     sizes = [size for size in batch_sizes if size is not None]
     if len(sizes) < world_size or microbatch_size is None:
         return f'microbatch {microbatch_size} x world size {world_size}; the dataloader does not say its batch size'
+    whole = f'global batch {sum(sizes) * batches}'
     if len(set(sizes)) > 1:
         together = ' + '.join(map(str, sizes))
-        return f'microbatch {microbatch_size}; batches of the ranks {together}{several_batches} = global batch {sum(sizes) * batches}'
+        return f'microbatch {microbatch_size}; batches of the ranks {together}{several_batches} = {whole}'
     batch = sizes[0]
     accumulation = math.ceil(batch / microbatch_size)
     if accumulation * microbatch_size == batch or accumulation == 1:
         size = min(microbatch_size, batch)
-        return f'microbatch {size} x accumulation {accumulation} x world size {world_size}{several_batches} = global batch {sum(sizes) * batches}'
+        return f'microbatch {size} x accumulation {accumulation} x world size {world_size}{several_batches} = {whole}'
     last = batch - (accumulation - 1) * microbatch_size
     several = 'es' if accumulation > 2 else ''
     return (
         f'({accumulation - 1} microbatch{several} of {microbatch_size} + 1 of {last} = batch {batch}) '
-        f'x world size {world_size}{several_batches} = global batch {sum(sizes) * batches}'
+        f'x world size {world_size}{several_batches} = {whole}'
     )
 
 

@@ -1,10 +1,10 @@
 """Composer's autocast, kept on inside the engine.
 
-Composer runs the model under ``torch.autocast`` when its precision is ``amp_bf16`` or ``amp_fp16``. On a GPU DeepSpeed (0.19) switches
-autocast off around the engine's forward pass, because its weights have 16 bits already; but then a model that is fed fp32
-images, or that adds an fp32 mask, fails on the dtypes, and layer norms and softmax are rounded where plain Composer
-keeps them in fp32. On a CPU Composer never switches it on. So it is switched on around the user's module, inside the
-engine.
+Composer runs the model under ``torch.autocast`` when its precision is ``amp_bf16`` or ``amp_fp16``. On a GPU DeepSpeed
+(0.19) switches autocast off around the engine's forward pass, because its weights have 16 bits already; but then a
+model that is fed fp32 images, or that adds an fp32 mask, fails on the dtypes, and layer norms and softmax are rounded
+where plain Composer keeps them in fp32. On a CPU Composer never switches it on. So it is switched on around the user's
+module, inside the engine.
 """
 
 from __future__ import annotations

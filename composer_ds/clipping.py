@@ -60,8 +60,8 @@ def problems_of_clipping(settings: Settings, facts: TrainerFacts) -> Iterator[st
             )
         elif part.clipping_type == 'adaptive':
             yield (
-                f'{written}: adaptive clipping compares the norm of each row of a gradient with that of the weight, and '
-                "ZeRO cuts the rows over the ranks; write GradientClipping('norm', ...)"
+                f'{written}: adaptive clipping compares the norm of each row of a gradient with that of the weight, '
+                "and ZeRO cuts the rows over the ranks; write GradientClipping('norm', ...)"
             )
         elif isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
             yield f'{written}: a norm greater than 0 is needed; leave the algorithm out for no clipping'

@@ -15,8 +15,8 @@ from composer_ds.faces.scheduler import SchedulerFace, StateInOptimizerSteps, sc
 from composer_ds.loss_scaling import LossScale
 
 if TYPE_CHECKING:
-    from composer_ds.faces.optimizer import OptimizerFace
     from composer_ds.counts import OptimizerSteps
+    from composer_ds.faces.optimizer import OptimizerFace
     from composer_ds.windows import Window
 
 __all__ = ['Clock']
@@ -138,8 +138,9 @@ class Clock:
         """
         if self.window.batches:
             announce(
-                f'A checkpoint is saved in the middle of an optimizer step ({self.window.batches} of {self.window.size} '
-                'batches): their gradients are not in it, and a run that resumes from it begins the optimizer step anew.'
+                'A checkpoint is saved in the middle of an optimizer step '
+                f'({self.window.batches} of {self.window.size} '
+                'batches): their gradients are not in it, and a run that resumes from it begins that step anew.'
             )
         return {**self.steps.state_dict(), 'batches_in_window': self.window.batches}
 

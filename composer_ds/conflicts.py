@@ -42,7 +42,7 @@ def problems_of_settings(settings: Settings) -> Iterator[str]:
     if settings.offload('offload_param') != 'none' and settings.stage in (0, 1, 2):
         yield (
             f'offload_param={settings.offload("offload_param")!r} with ZeRO stage {settings.stage}: only ZeRO 3 '
-            'partitions the weights, so only there can they be offloaded; write zero_stage=3, or offload_optimizer alone'
+            'partitions the weights, so only there can they be offloaded; write zero_stage=3, or offload the optimizer'
         )
     # What DeepSpeed itself would refuse; nothing more is said of the same place.
     of_keys = list(problems_of_keys(settings.ds_config, settings.stage if _is_stage(settings.stage) else 1))

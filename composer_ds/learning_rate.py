@@ -9,7 +9,9 @@ import torch
 from composer.core import State, Time, Timestamp, TimeUnit
 from composer.devices import DeviceCPU
 
+from composer_ds.counts import OptimizerSteps
 from composer_ds.errors import ConfigError
+from composer_ds.faces.scheduler import StateInOptimizerSteps
 
 __all__ = ['LearningRates', 'RunLength', 'learning_rates']
 
@@ -28,6 +30,7 @@ class RunLength:
         samples_per_epoch (int | None): Over all ranks.
         scale_schedule_ratio (float): As for the Trainer.
         step_schedulers_every_batch (bool | None): As for the Trainer.
+        batches_per_optimizer_step (int): As the ds_config asks.
     """
 
     max_duration: int | str
@@ -36,6 +39,7 @@ class RunLength:
     samples_per_epoch: int | None = None
     scale_schedule_ratio: float = 1.0
     step_schedulers_every_batch: bool | None = None
+    batches_per_optimizer_step: int = 1
 
     @property
     def scaled_duration(self) -> Time:
@@ -46,6 +50,12 @@ class RunLength:
     @property
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole run; None when they cannot be known in advance."""
+        batches = self.batches
+        return None if batches is None else -(-batches // self.batches_per_optimizer_step)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of the whole run; None when they cannot be known in advance."""
         duration = self.scaled_duration
         if duration.unit == TimeUnit.BATCH:
             return duration.value
@@ -109,9 +119,9 @@ class LearningRates:
 def learning_rates(scheduler: Any, optimizer: torch.optim.Optimizer, length: RunLength) -> LearningRates:
     """Ask a scheduler of Composer for the learning rates of a run.
 
-    Composer's schedulers are functions of the state's clock (``composer/optim/scheduler.py``). Its Trainer asks them
-    after each batch, before the clock moves on (``trainer.py:_train_loop``), so that the value logged after optimizer
-    step n is that of clock n - 1.
+    Composer's schedulers are functions of the state's clock (``composer/optim/scheduler.py``), which counts optimizer
+    steps here. Its Trainer asks them after each batch, before the clock moves on (``trainer.py:_train_loop``), so that
+    the value logged after optimizer step n is that of clock n - 1.
 
     Args:
         scheduler (Any): A ``ComposerScheduler``, or None for a constant learning rate.
@@ -145,13 +155,18 @@ def _factors(scheduler: Any, steps: list[int], length: RunLength) -> list[float]
     if length.batches_per_epoch is not None:
         # dataloader_len cannot be set without a dataloader; of this one nobody takes a batch.
         state.set_dataloader(range(length.batches_per_epoch), 'train')
-    ratio = length.scale_schedule_ratio
+    ratio, size = length.scale_schedule_ratio, length.batches_per_optimizer_step
+    counts = OptimizerSteps()
+    view: Any = StateInOptimizerSteps(state, counts, size)
     factors = []
     for step in steps:
+        counts.in_schedule = step - 1
         if length.step_schedulers_every_batch is False:
-            clock = (step - 1) // length.batches_per_epoch * length.batches_per_epoch if length.batches_per_epoch else 0
+            batch = (step - 1) * size
+            clock = batch // length.batches_per_epoch * length.batches_per_epoch if length.batches_per_epoch else 0
+            counts.in_schedule = clock // size
             state.timestamp = length.timestamp(clock, at_end_of_epoch=True)
         else:
-            state.timestamp = length.timestamp(step - 1)
-        factors.append(float(scheduler(state) if ratio == 1.0 else scheduler(state, ratio)))
+            state.timestamp = length.timestamp(step * size - 1)
+        factors.append(float(scheduler(view) if ratio == 1.0 else scheduler(view, ratio)))
     return factors

@@ -20,7 +20,7 @@ class LossScale:
     """
 
     def __init__(self, zero_optimizer: Any):
-        self._scaler = getattr(zero_optimizer, 'loss_scaler', None)
+        self._scaler: Any = getattr(zero_optimizer, 'loss_scaler', None)
         self._growth_waits = False
         self.used = 1.0
         """The scale that the last optimizer step was made with."""

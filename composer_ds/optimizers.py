@@ -6,7 +6,7 @@ The Trainer's optimizer and schedulers are the owners. The algorithm is never sw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,15 @@ from composer.optim import DecoupledSGDW
 from composer_ds.facts import Settings, TrainerFacts, mapping
 
 __all__ = [
-    'ELEMENTWISE', 'is_composers_default', 'optimizer_from_section', 'problems_of_optimizer', 'problems_of_scheduler', 'problems_of_schedulers',
-    'section_builds_the_optimizer', 'use_fused_kernel',
-]  # fmt: skip
+    'ELEMENTWISE',
+    'is_composers_default',
+    'optimizer_from_section',
+    'problems_of_optimizer',
+    'problems_of_scheduler',
+    'problems_of_schedulers',
+    'section_builds_the_optimizer',
+    'use_fused_kernel',
+]
 
 ELEMENTWISE = frozenset({
     'ASGD', 'Adadelta', 'Adam', 'AdamW', 'Adamax', 'DecoupledAdamW', 'DecoupledSGDW', 'DeepSpeedCPUAdam',
@@ -128,8 +134,8 @@ def problems_of_optimizer(settings: Settings, facts: TrainerFacts) -> Iterator[s
         )
     if allowed is False and not kinds[0].startswith(('Adam', 'DeepSpeedCPU', 'Fused')):
         yield (
-            f'ds_config.zero_allow_untested_optimizer=False and Trainer(optimizers={name}(...)) disagree: DeepSpeed has '
-            'not tested it (here it is tested against plain Composer); leave the key out'
+            f'ds_config.zero_allow_untested_optimizer=False and Trainer(optimizers={name}(...)) disagree: DeepSpeed '
+            'has not tested it (here it is tested against plain Composer); leave the key out'
         )
     forced = settings.ds_config.get('zero_force_ds_cpu_optimizer')
     if forced is True and settings.offload('offload_optimizer') != 'none' and not name.startswith('DeepSpeedCPU'):
@@ -167,8 +173,8 @@ def _section_beside(section: Any, optimizer: Any) -> Iterator[str]:
     if fixed:
         both = ', '.join(f'{key}={value!r} (Trainer: {optimizer.defaults.get(key)!r})' for key, value in fixed.items())
         yield (
-            f"Trainer(optimizers={ours}(...)) and ds_config.optimizer.params both decide {both}; the Trainer's optimizer "
-            "is the owner: leave the section out or write 'auto' for its values"
+            f"Trainer(optimizers={ours}(...)) and ds_config.optimizer.params both decide {both}; the Trainer's "
+            "optimizer is the owner: leave the section out or write 'auto' for its values"
         )
     if kind != 'auto' and str(kind).lower() != ours.lower():
         yield (f'Trainer(optimizers={ours}(...)) and ds_config.optimizer.type={kind!r} disagree; leave the section out')

@@ -156,7 +156,7 @@ def _known(settings: Settings, facts: TrainerFacts) -> dict[str, Any]:
         'torch_autocast.dtype': 'bfloat16' if precision == 'amp_bf16' else LEAVE_OUT,
         'zero_optimization.stage': settings.stage,
         **model_values(facts.hidden_size, facts.trained_elements),
-        **{section: LEAVE_OUT for section in ('fp16', 'bf16', 'torch_autocast', 'optimizer', 'scheduler')},
+        **dict.fromkeys(('fp16', 'bf16', 'torch_autocast', 'optimizer', 'scheduler'), LEAVE_OUT),
     }
     return known | _known_of_optimizer(settings, facts) | _known_of_scheduler(settings, facts)
 

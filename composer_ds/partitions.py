@@ -195,20 +195,21 @@ class Partitions:
         fragment = self.fragment(name)
         return self.assemble(name, None if fragment is None else fragment.master).view(full_shape(parameter))
 
-    def restore_masters(self, originals: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    def restore_masters(self, originals: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Write the weights of before the engine into the master weights, which DeepSpeed has made from 16-bit weights.
 
         Collective: rank 0's weights are taken.
 
         Args:
-            originals (dict[torch.nn.Parameter, torch.Tensor]): Whole fp32 weights, for the same parameters on every
-                rank in the same order.
+            originals (dict[torch.nn.Parameter, torch.Tensor | None]): Whole fp32 weights, on rank 0; the other ranks
+                name the same parameters in the same order.
         """
         if not originals:
             return
         with self.writing_masters():
             for parameter, original in originals.items():
-                whole = original.to(self.ds_engine.device)
+                device = self.ds_engine.device
+                whole = torch.empty(full_shape(parameter), device=device) if original is None else original.to(device)
                 dist.broadcast(whole, src=0)
                 fragment = self.fragment(self.names[parameter])
                 if fragment is not None:

@@ -19,7 +19,10 @@ from packaging.version import Version
 
 from composer_ds.facts import Settings, TrainerFacts, mapping
 
-__all__ = ['SECTIONS', 'autocast_only', 'complete_precision', 'precision_of', 'problems_of_precision', 'weights_of']
+__all__ = [
+    'SECTIONS', 'autocast_only', 'complete_precision', 'notes_on_precision', 'precision_of', 'problems_of_precision',
+    'weights_of',
+]  # fmt: skip
 
 SECTIONS = {'fp32': None, 'amp_bf16': 'bf16', 'amp_fp16': 'fp16'}
 """Composer's precisions that are supported, with the section of the ds_config that each switches on."""
@@ -28,7 +31,7 @@ _AUTOCAST_DTYPES = {'bf16': 'bf16', 'bfloat16': 'bf16', 'torch.bfloat16': 'bf16'
 
 
 def precision_of(settings: Settings, facts: TrainerFacts) -> str:
-    """Return the Trainer's precision, or on a CPU, where Composer has fp32 only, the one that the ds_config switches on.
+    """Return the Trainer's precision; on a CPU, where Composer has fp32 only, the one that the ds_config switches on.
 
     Args:
         settings (Settings): What the user gave to ``DeepSpeed``.
@@ -149,8 +152,8 @@ def _old_versions(settings: Settings, facts: TrainerFacts, weights: str) -> Iter
     if Version(facts.deepspeed_version) < Version('0.19.8') and in_16_bits and weights != 'fp32':
         # Measured with tests/distributed/test_bf16.py.
         yield (
-            f'deepspeed {facts.deepspeed_version} trains wrongly in {weights} with ZeRO 2, and with ZeRO 1 and offload: '
-            'it adds up gradients in 16 bits or loses some. Install deepspeed>=0.19.8, or use zero_stage=3'
+            f'deepspeed {facts.deepspeed_version} trains wrongly in {weights} with ZeRO 2, and with ZeRO 1 and '
+            'offload: it adds up gradients in 16 bits or loses some. Install deepspeed>=0.19.8, or use zero_stage=3'
         )
 
 
@@ -210,8 +213,8 @@ def notes_on_precision(settings: Settings, facts: TrainerFacts) -> Iterator[str]
         return
     if facts.frozen_parameters:
         yield (
-            f'{len(facts.frozen_parameters)} frozen parameters are rounded to {weights}, too ({_some(facts.frozen_parameters)}). '
-            'What must stay fp32 can be a buffer of the model.'
+            f'{len(facts.frozen_parameters)} frozen parameters are rounded to {weights}, too '
+            f'({_some(facts.frozen_parameters)}). What must stay fp32 can be a buffer of the model.'
         )
     data_types = mapping(settings.ds_config.get('data_types'))
     dtype = data_types.get('buffer_dtype')

@@ -48,7 +48,7 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         on_cpu=isinstance(state.device, DeviceCPU),
         fp16_supported=_fp16_supported(),
         world_size=dist.get_world_size(),
-        batch_sizes=None if None in sizes else tuple(size for (size,) in sizes),
+        batch_sizes=None if None in sizes else tuple(size[0] for size in sizes if size is not None),
         device_train_microbatch_size='auto' if state.auto_microbatching else state.device_train_microbatch_size,
         number_of_deepspeed_algorithms=sum(type(part).__name__ == 'DeepSpeed' for part in state.algorithms),
         parts=(*state.algorithms, *state.callbacks),

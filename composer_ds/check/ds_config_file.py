@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from composer_ds.announcements import describe_batch
+from composer_ds.batches import batches_per_optimizer_step
 from composer_ds.check.facts import expected_facts
 from composer_ds.check.findings import Findings, memory_rows
 from composer_ds.ds_config import read_ds_config
@@ -88,7 +89,11 @@ def check_ds_config_file(
     if facts.batch_sizes is None:
         findings.batch = 'not known; --batch-size and --microbatch-size tell what each rank takes'
     else:
-        findings.batch = describe_batch(facts.device_train_microbatch_size, list(facts.batch_sizes))  # type: ignore[arg-type]
+        findings.batch = describe_batch(
+            facts.device_train_microbatch_size,  # type: ignore[arg-type]
+            list(facts.batch_sizes),
+            batches_per_optimizer_step(settings.ds_config, facts),
+        )
     if told.precision is None:
         findings.remarks.append(f'Checked for {precision}; --precision checks for another.')
     if told.parameters is None:

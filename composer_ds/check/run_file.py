@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from composer_ds.announcements import describe_batch
+from composer_ds.batches import batches_per_optimizer_step
 from composer_ds.check.facts import as_rank_0_of, expected_facts
 from composer_ds.check.findings import Findings, memory_rows
 from composer_ds.ds_config import read_ds_config
@@ -88,7 +89,8 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
         plan = None if config.deepspeed is None else make_plan(settings, facts)
     except ConfigError as error:
         problems += error.problems
-    length = _length(config.train, loader, batch_size, world_size)
+    batches = batches_per_optimizer_step(settings.ds_config, facts) if plan else 1
+    length = _length(config.train, loader, batch_size, world_size, batches)
     if length.optimizer_steps is None:
         remarks.append(f'No learning rates: how many optimizer steps {config.train.max_duration} are is not known yet.')
     else:
@@ -103,7 +105,7 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
         title=file,
         world_size=world_size,
         plan=plan,
-        batch=describe_batch(facts.device_train_microbatch_size, [batch_size] * world_size),  # type: ignore[arg-type]
+        batch=describe_batch(facts.device_train_microbatch_size, [batch_size] * world_size, batches),  # type: ignore[arg-type]
         on_cpu=on_cpu,
         model=_describe(task.model, sizes.trained, sizes.frozen, optimizer),
         memory=list(memory_rows(settings, facts, sizes, plan)),
@@ -158,7 +160,9 @@ def _describe(model: Any, trained: int, frozen: int, optimizer: torch.optim.Opti
     )
 
 
-def _length(train: TrainConfig, loader: Any, batch_size: int | None, world_size: int) -> RunLength:
+def _length(
+    train: TrainConfig, loader: Any, batch_size: int | None, world_size: int, batches_in_one_step: int
+) -> RunLength:
     try:
         batches = len(loader)
         samples = len(loader.sampler) * world_size
@@ -174,6 +178,7 @@ def _length(train: TrainConfig, loader: Any, batch_size: int | None, world_size:
         samples,
         train.scale_schedule_ratio,
         train.step_schedulers_every_batch,
+        batches_in_one_step,
     )
 
 

@@ -109,8 +109,9 @@ class OptimizerFace(torch.optim.Optimizer):
         """
         if self._gradients.microbatches_of_batch:
             raise TrainingError(
-                f'The last batch was broken off after {self._gradients.microbatches_of_batch} microbatches, whose gradients '
-                'DeepSpeed has already reduced and cannot take back. Build a new Trainer and resume from a checkpoint.'
+                f'The last batch was broken off after {self._gradients.microbatches_of_batch} microbatches, whose '
+                'gradients DeepSpeed has already reduced and cannot take back. Build a new Trainer and resume from a '
+                'checkpoint.'
             )
 
     @property

@@ -34,7 +34,8 @@ class ScalerFace(GradScaler):
     @property
     def _scaler(self) -> Any:
         # deepspeed 0.19: DynamicLossScaler or LossScaler; BF16_Optimizer and the fp32 paths have one of scale 1.
-        return self._ds_engine.optimizer.loss_scaler
+        zero_optimizer: Any = self._ds_engine.optimizer
+        return zero_optimizer.loss_scaler
 
     def is_enabled(self) -> bool:
         """Say that losses are scaled.

@@ -87,13 +87,17 @@ class StateInOptimizerSteps:
     Args:
         state (State): Composer's state.
         steps (OptimizerSteps): The counts.
-        window (Window): How many batches make an optimizer step.
+        window (Window | int): How many batches make an optimizer step.
     """
 
-    def __init__(self, state: State, steps: OptimizerSteps, window: Window):
+    def __init__(self, state: State, steps: OptimizerSteps, window: Window | int):
         self._state = state
         self._steps = steps
         self._window = window
+
+    @property
+    def _size(self) -> int:
+        return self._window if isinstance(self._window, int) else self._window.size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
@@ -108,20 +112,20 @@ class StateInOptimizerSteps:
     def dataloader_len(self) -> Time | None:
         """Optimizer steps in an epoch, rounded down where windows cross epochs."""
         real = self._state.dataloader_len
-        return real if real is None or self._window.size == 1 else Time.from_batch(int(real) // self._window.size)
+        return real if real is None or self._size == 1 else Time.from_batch(int(real) // self._size)
 
     @property
     def max_duration(self) -> Time | None:
         """Length of the run; in optimizer steps where it is in epochs or batches."""
         real = self._state.max_duration
-        if real is None or self._window.size == 1:
+        if real is None or self._size == 1:
             return real
         batches = real.value
         if real.unit == TimeUnit.EPOCH and self._state.dataloader_len is not None:
             batches *= int(self._state.dataloader_len)
         elif real.unit != TimeUnit.BATCH:
             return real
-        return Time.from_batch(math.ceil(batches / self._window.size))
+        return Time.from_batch(math.ceil(batches / self._size))
 
     def get_elapsed_duration(self) -> Time[float] | None:
         """The part of the run that is over, on the clock of optimizer steps.

@@ -59,7 +59,9 @@ def by_hand(
 ) -> dict[str, torch.Tensor]:
     """Train with fp32 master weights, 16-bit working weights, gradients added up in fp32; SGD with momentum.
 
-    One epoch for each entry of ``reduce_each_microbatch``. A batch whose gradients overflow is left out and halves the loss scale; ``scales`` takes the scale of each batch.
+    One epoch for each entry of ``reduce_each_microbatch``. A batch whose gradients overflow is left out and halves the
+    loss scale, which doubles whenever ``growth_window`` more batches have passed since, after the first; ``scales``
+    takes the scale of each batch.
     On two ranks the average of two 16-bit gradients is taken in 16 bits, as DeepSpeed communicates them: after each
     microbatch (ZeRO 2 and 3, whose gradients are reduced in the backward pass) or once per optimizer step, in fp32
     (ZeRO 1).

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.algorithms import GradientClipping
+from composer.loggers import InMemoryLogger
 from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
     MultiStepScheduler,
     StepScheduler,
 )
-from composer.utils import dist
+from composer.utils import checkpoint, dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer_ds import DeepSpeed, Event, optimizer_steps
+from composer_ds import DeepSpeed, Event, TrainingError, optimizer_steps
+from tests.distributed.fp16_cases import fp16_on_this_cpu
 from tests.distributed.parity_cases import STRATEGIES, Regression, _vectors, weights_of
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -108,7 +114,7 @@ class LearningRates(Callback):
 
     def batch_end(self, state, logger):
         state_dict = state.model.state_dict()
-        now = float(state_dict.get('weight', state_dict.get('module.weight'))[0])
+        now = float((state_dict['weight'] if 'weight' in state_dict else state_dict['module.weight'])[0])
         self.rates.append(self.before - now)
         self.before = now
 
@@ -166,7 +172,7 @@ def windows(strategy: str | None, batches: int, microbatch_size: int = 2, per_ra
     """
     torch.manual_seed(17)
     model = Regression()
-    model.net[2].p = 0.0  # every iterator of a dataloader draws a random number, and there are not as many
+    model.net[2].p = 0.0  # pyright: ignore  # every iterator of a dataloader draws a random number, and there are not as many
     dataset = _vectors(count=per_rank * dist.get_world_size())
     updates = RecordsUpdates()
     algorithms: list[Any] = [GradientClipping('norm', 0.7)]
@@ -200,3 +206,111 @@ def windows(strategy: str | None, batches: int, microbatch_size: int = 2, per_ra
     weights, time = weights_of(trainer), int(trainer.state.timestamp.batch)
     trainer.close()
     return {'weights': weights, 'before': before, 'updates': updates.seen, 'order': updates.order, 'batches': time}
+
+
+def give_up(deepspeed: dict[str, Any], folder: str, infinite: tuple[int, ...]) -> dict[str, Any]:
+    """Train the slope where batches without end are infinite, on rank 0 alone; tell how it ends."""
+    model = Slope()
+    mine = infinite if dist.get_global_rank() == 0 else ()
+    dataset = slope_data(12, mine)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
+        train_dataloader=[[tensor[at : at + 1] for tensor in dataset.tensors] for at in range(12)],
+        max_duration='1ep',
+        device='cpu',
+        device_train_microbatch_size=1,
+        algorithms=[DeepSpeed(**deepspeed)],
+        progress_bar=False,
+        save_folder=folder,
+        save_interval='1ba',
+        loggers=(logger := InMemoryLogger()),
+    )
+    message = ''
+    try:
+        trainer.fit()
+    except TrainingError as error:
+        message = str(error)
+    counts = optimizer_steps(trainer.state)
+    found = {
+        'message': message,
+        'counts': counts.state_dict(),
+        'scale': counts.loss_scale,
+        'weights': weights_of(trainer)['weight'],
+        'metric': [value for _, value in logger.data.get('optimizer_steps/skipped', [])],
+    }
+    trainer.close()
+    dist.barrier()  # rank 0 writes
+    found['checkpoint'] = torch.load(f'{folder}/latest-rank0.pt', weights_only=False)['state']['model']['weight']
+    return found
+
+
+class StopsAfter(Callback):
+    """Ends training in the middle of a window."""
+
+    def __init__(self, batches: int):
+        self.batches = batches
+
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == self.batches:
+            state.stop_training()
+
+
+class SavesByHand(Callback):
+    """Saves a checkpoint in the middle of a window."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == 6:
+            checkpoint.save_checkpoint(state, self.path)
+
+
+def saved_windows(
+    folder: str, strategy: str, load: str | None = None, stop: int | None = None, by_hand: str | None = None
+) -> dict[str, Any]:
+    """Train 10 batches, 4 in one optimizer step, with a checkpoint after every batch; tell which there are."""
+    torch.manual_seed(17)
+    model = Regression()
+    model.net[2].p = 0.0  # pyright: ignore
+    dataset = _vectors(count=20 * dist.get_world_size())
+    settings = dict(STRATEGIES[strategy])
+    settings['ds_config'] = {**settings.get('ds_config', {}), 'gradient_accumulation_steps': 4}
+    algorithm = DeepSpeed(**settings)
+    callbacks: list[Callback] = [] if stop is None else [StopsAfter(stop)]
+    if by_hand is not None:
+        callbacks.append(SavesByHand(by_hand))
+    stream = io.StringIO()
+    with contextlib.redirect_stderr(stream):
+        trainer = Trainer(
+            model=model,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=0.02),
+            schedulers=LinearWithWarmupScheduler(t_warmup='1ba', alpha_f=0.1),
+            train_dataloader=DataLoader(dataset, 2, sampler=dist.get_sampler(dataset, shuffle=False)),
+            max_duration='1ep',
+            device='cpu',
+            algorithms=[algorithm],
+            callbacks=callbacks,
+            seed=5,
+            progress_bar=False,
+            save_folder=folder,
+            save_interval='1ba',
+            save_overwrite=True,
+            load_path=load,
+        )
+        trainer.fit()
+    found = {
+        'weights': weights_of(trainer),
+        'applied': algorithm.optimizer_steps.applied,
+        'saved': sorted(int(re.findall(r'ba(\d+)', path.name)[0]) for path in pathlib.Path(folder).glob('ep*.pt')),
+        'told': stream.getvalue(),
+    }
+    trainer.close()
+    return found
+
+
+def give_up_in_fp16(deepspeed: dict[str, Any], folder: str, infinite: tuple[int, ...]) -> dict[str, Any]:
+    """The same, in fp16 on any CPU."""
+    with fp16_on_this_cpu():
+        return give_up(deepspeed, folder, infinite)

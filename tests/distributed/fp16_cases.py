@@ -68,7 +68,9 @@ def compare_fp16(strategy: str, initial_scale_power: int, growth_window: int = 1
 
     expected_scales: list[float] = []
     each = STRATEGIES[strategy]['zero_stage'] > 1
-    oracle = by_hand([each, each], torch.float16, 2.0**initial_scale_power, expected_scales, growth_window=growth_window)
+    oracle = by_hand(
+        [each, each], torch.float16, 2.0**initial_scale_power, expected_scales, growth_window=growth_window
+    )
     return {
         'difference': _largest_difference(ours, oracle),
         'least_move': min(float((ours[name] - before[name]).abs().max()) for name in oracle),
@@ -95,7 +97,7 @@ def resume_fp16(first: str, then: str, folder: str) -> dict[str, Any]:
         trainer.fit()
     ours, scaler = weights_of(trainer), trainer.state.scaler
     assert scaler is not None
-    torchs = torch.amp.GradScaler('cpu')
+    torchs = torch.amp.grad_scaler.GradScaler('cpu')
     torchs.load_state_dict(scaler.state_dict())
     trainer.close()
     expected_scales: list[float] = []

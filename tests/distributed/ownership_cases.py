@@ -60,9 +60,9 @@ def fused_kernel(fused: bool | None) -> dict[str, Any]:
     algorithm = DeepSpeed(zero_stage=2, offload_optimizer='cpu')
     trainer = _trainer([algorithm], model=model, optimizers=optimizer)
     trainer.fit()
-    assert algorithm.ds_engine is not None
+    ds_engine: Any = algorithm.ds_engine
     found = {
-        'run as': algorithm.ds_engine.optimizer.optimizer.param_groups[0]['fused'],
+        'run as': ds_engine.optimizer.optimizer.param_groups[0]['fused'],
         'user': optimizer.param_groups[0]['fused'],
         'checkpoint': trainer.state.optimizers[0].state_dict()['param_groups'][0]['fused'],
         'weights': weights_of(trainer),
@@ -116,6 +116,9 @@ def every_kind_of_conflict() -> tuple[list[str], float]:
 
 class Rotary(Regression):
     """With a table in fp32 that bf16 cannot hold, and a running count."""
+
+    inv_freq: torch.Tensor
+    total: torch.Tensor
 
     def __init__(self):
         super().__init__()

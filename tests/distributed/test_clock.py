@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed import clock_cases
 from tests.distributed.parity_cases import STRATEGIES
@@ -92,3 +93,56 @@ def test_several_batches_in_one_optimizer_step(ranks, world_size: int, batches: 
     assert not failures, '\n'.join(failures)
     moved = {name: float((expected['weights'][name] - value).abs().max()) for name, value in expected['before'].items()}
     assert min(moved.values()) > 1e-4
+
+
+@pytest.mark.parametrize('zero_stage', [1, 3])
+def test_too_many_skipped_optimizer_steps_end_training_on_every_rank(two_ranks, tmp_path, zero_stage: int):
+    settings = {'zero_stage': zero_stage, 'max_consecutive_skipped_steps': 3}
+    # Batches 2 and 3 are skipped and forgiven; 5, 6 and 7 are too many.
+    for found in two_ranks.run(clock_cases.give_up, settings, str(tmp_path), (2, 3, 5, 6, 7, 8)):
+        assert '3 optimizer steps in a row' in found['message'] and 'max_consecutive_skipped_steps' in found['message']
+        assert (found['counts']['applied'], found['counts']['skipped']) == (3, 5)
+        assert found['metric'] == [1, 2, 3, 4, 5]
+        assert found['weights'].tolist() == found['checkpoint'].tolist() == [-3.0] * 4
+
+
+def test_no_limit_on_skipped_optimizer_steps(one_rank, tmp_path):
+    settings = {'zero_stage': 2, 'max_consecutive_skipped_steps': None}
+    (found,) = one_rank.run(clock_cases.give_up, settings, str(tmp_path), tuple(range(1, 12)))
+    assert found['message'] == '' and found['counts']['consecutive_skipped'] == 11
+
+
+def test_a_loss_scale_that_has_reached_its_floor(two_ranks, tmp_path):
+    section = {'enabled': True, 'initial_scale_power': 2, 'min_loss_scale': 1, 'hysteresis': 1}
+    for found in two_ranks.run(
+        clock_cases.give_up_in_fp16, {'zero_stage': 2, 'ds_config': {'fp16': section}}, str(tmp_path), (1, 2, 3, 4, 5)
+    ):
+        # 4, 2 and 1 overflow.
+        assert 'smallest loss scale, 1.0' in found['message'] and found['scale'] == 1.0
+        assert found['counts']['skipped'] == 3 and found['checkpoint'].tolist() == [-1.0] * 4
+
+
+@pytest.mark.parametrize('strategy', ['zero2-cpu', 'zero3-cut'])
+def test_checkpoints_wait_for_the_end_of_a_window(two_ranks, tmp_path, strategy: str):
+    whole, _ = two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/whole', strategy)
+    assert whole['saved'] == [4, 8, 10] and whole['applied'] == 3
+    path = f'{tmp_path}/whole/ep0-ba4-rank0.pt'
+    for found in two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/rest', 'zero1', load=path):
+        torch.testing.assert_close(found['weights'], whole['weights'], rtol=0, atol=TOLERANCE)
+        assert found['applied'] == 3 and found['saved'] == [8, 10]
+
+
+def test_training_that_is_stopped_in_a_window_steps_it(two_ranks, tmp_path):
+    stopped, _ = two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/stopped', 'zero2', stop=6)
+    assert stopped['applied'] == 2 and stopped['saved'] == [4, 6]
+    saved = torch.load(f'{tmp_path}/stopped/ep0-ba6-rank0.pt', weights_only=False)['state']['model']
+    torch.testing.assert_close(dict(saved), stopped['weights'], rtol=0, atol=0)
+
+
+def test_a_checkpoint_in_the_middle_of_a_window_says_so(one_rank, tmp_path):
+    by_hand = f'{tmp_path}/by-hand.pt'
+    (saving,) = one_rank.run(clock_cases.saved_windows, f'{tmp_path}/first', 'zero2', by_hand=by_hand)
+    assert '2 of 4 batches' in saving['told']
+    (loading,) = one_rank.run(clock_cases.saved_windows, f'{tmp_path}/second', 'zero2', load=by_hand)
+    assert 'gradients of 2 batches are not in it' in loading['told']
+    assert loading['applied'] == 2 and loading['saved'] == [10], 'batches 7 to 10 make one optimizer step'

@@ -6,6 +6,8 @@ Inputs, weights and gradients of the network are such that a scale of 2^8 is saf
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.distributed.fp16_cases import compare_fp16, resume_fp16
@@ -28,7 +30,7 @@ def test_overflow_skips_the_optimizer_step_and_halves_the_scale(two_ranks, strat
     for result in two_ranks.run(compare_fp16, strategy, 16):
         scales = result['scales']
         assert scales == result['expected_scales'], 'overflow must be found where the loop by hand finds it'
-        overflowed = [after < before for before, after in zip(scales, scales[1:], strict=False)]
+        overflowed = [after < before for before, after in itertools.pairwise(scales)]
         assert 1 <= sum(overflowed) == result['skipped'] < len(overflowed)
         assert [move == 0.0 for move in result['moves'][:-1]] == overflowed, 'only skipped batches leave the weights'
         assert result['difference'] < TOLERANCE and result['least_move'] > 1e-3, result

@@ -123,14 +123,15 @@ def _count(batch: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def tokens(strategy: str, batches: int, on_tokens: bool = True) -> dict[str, float]:
-    """Train with batches of 2 sentences per rank in microbatches of 1, several in an optimizer step; compare by hand."""
+    """Train on batches of 2 sentences in microbatches of 1, several batches in an optimizer step; compare by hand."""
     ranks, size = dist.get_world_size(), 2
     torch.manual_seed(17)
     model = Tagger()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings, samples = dict(STRATEGIES[strategy]), _tagged()
     settings['ds_config'] = {**settings.get('ds_config', {}), 'train_batch_size': size * batches * ranks}
-    loader = DataLoader(samples, size, sampler=dist.get_sampler(samples, shuffle=False), collate_fn=_pad)  # pyright: ignore
+    sampler: Any = dist.get_sampler(samples, shuffle=False)  # pyright: ignore[reportArgumentType]
+    loader = DataLoader(samples, size, sampler=sampler, collate_fn=_pad)  # pyright: ignore[reportArgumentType]
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ FACTS = TrainerFacts(
 )
 
 
-def settings(zero_stage=2, offload_optimizer=None, offload_param=None, **ds_config) -> Settings:
+def settings(
+    zero_stage: Any = 2, offload_optimizer: Any = None, offload_param: Any = None, **ds_config: Any
+) -> Settings:
     return Settings(zero_stage, offload_optimizer, offload_param, ds_config)
 
 
@@ -176,7 +179,7 @@ class Mine(torch.optim.SGD):
     """An optimizer that composer_ds has not heard of."""
 
 
-def optimizer(cls=torch.optim.AdamW, **arguments) -> torch.optim.Optimizer:
+def optimizer(cls: Any = torch.optim.AdamW, **arguments: Any) -> torch.optim.Optimizer:
     return cls([torch.nn.Parameter(torch.zeros(4))], lr=0.01, **arguments)
 
 
