@@ -24,14 +24,13 @@ Composer's loop, with what this algorithm does in it::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from composer import Algorithm, Callback
+from composer import Algorithm
 from composer.algorithms import GradientClipping
 from composer.core import Event, Precision, State
 from composer.loggers import Logger
@@ -44,8 +43,9 @@ from composer_ds.clock import Clock
 from composer_ds.counts import OptimizerSteps
 from composer_ds.ds_config import read_ds_config
 from composer_ds.ema import partition_averages
-from composer_ds.engine import broadcast_buffers, build_engine, check_environment, close_engine
+from composer_ds.engine import EngineCloser, broadcast_buffers, build_engine, check_environment, close_engine
 from composer_ds.errors import ConfigError, TrainingError
+from composer_ds.evaluation import EvaluationForward
 from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
 from composer_ds.facts import Settings
 from composer_ds.gradients import GradientTracker
@@ -178,7 +178,7 @@ class DeepSpeed(Algorithm):
         for note in plan.notes:
             announce(note)
         state.precision = Precision(plan.precision)
-        state.callbacks.append(_EngineCloser(self))
+        state.callbacks.append(EngineCloser(self.close))
         # Their work is DeepSpeed's now.
         state.algorithms = [part for part in state.algorithms if not isinstance(part, GradientClipping)]
         self._build(state, plan, logger)
@@ -192,9 +192,9 @@ class DeepSpeed(Algorithm):
         rounded = [parameter for parameter in names if plan.weights != 'fp32' and parameter.is_floating_point()]
         first = dist.get_global_rank() == 0
         originals = {p: p.detach().to('cpu', torch.float32, copy=True) if first else None for p in rounded}
-        self.ds_engine = build_engine(model, optimizer, plan.ds_config)
+        ds_engine = self.ds_engine = build_engine(model, optimizer, plan.ds_config)
         broadcast_buffers(model)
-        partitions = Partitions(self.ds_engine, names)
+        partitions = Partitions(ds_engine, names)
         partitions.restore_masters(originals)
         self._frozen = {name: parameter for name, parameter in model.named_parameters() if parameter not in names}
         self._taken = frozenset(model.parameters())
@@ -203,20 +203,22 @@ class DeepSpeed(Algorithm):
         self._even_microbatches = EvenMicrobatches(state, plan.zero_stage)
         self._undo.append(self._gradients.close)
         if plan.autocast_dtype is not None:
-            handles = autocast_inside(model, _device_type(self.ds_engine), plan.autocast_dtype)
+            device_type = torch.device(ds_engine.device).type  # pyright: ignore[reportArgumentType]
+            handles = autocast_inside(model, device_type, plan.autocast_dtype)
             self._undo += [handle.remove for handle in handles]
-        state.model = model_face(model, self.ds_engine, partitions)
+        state.model = model_face(model, ds_engine, partitions)
         self._undo.append(partition_averages(state.algorithms, partitions, model))
         if plan.precision == 'amp_fp16':
-            state.scaler = ScalerFace(self.ds_engine)
-        window, loss_scale = Window(self.ds_engine), LossScale(self.ds_engine.optimizer)
+            state.scaler = ScalerFace(ds_engine)
+        window, loss_scale = Window(ds_engine), LossScale(ds_engine.optimizer)
         clock = Clock(state, logger, self.optimizer_steps, window, loss_scale, self.max_consecutive_skipped_steps)
         state.optimizers = optimizer_face(
-            client, self.ds_engine, optimizer, self._gradients, self._even_microbatches, window, loss_scale,
+            client, ds_engine, optimizer, self._gradients, self._even_microbatches, window, loss_scale,
             clock.after_optimizer_step,
         )  # fmt: skip
         clock.take_schedulers()
         self._clock = clock
+        self._evaluation = EvaluationForward(ds_engine, plan)
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
@@ -278,20 +280,10 @@ class DeepSpeed(Algorithm):
         self.optimizer_steps.microbatches += 1
 
     def _before_eval_forward(self, state: State, logger: Logger) -> None:
-        # Composer evaluates with the user's own object, and its `eval_forward` mostly calls `self.forward`: hooks of
-        # the root module, which gather its own parameters and switch autocast on, do not run.
-        assert self.ds_engine is not None and self.plan is not None
-        self._evaluation = contextlib.ExitStack()
-        if self.plan.zero_stage == 3:
-            import deepspeed
-
-            roots = list(state.model.parameters(recurse=False))
-            self._evaluation.enter_context(deepspeed.zero.GatheredParameters(roots))
-        if self.plan.autocast_dtype is not None:
-            self._evaluation.enter_context(torch.autocast(_device_type(self.ds_engine), dtype=self.plan.autocast_dtype))
+        self._evaluation.enter()
 
     def _after_eval_forward(self, state: State, logger: Logger) -> None:
-        self._evaluation.close()
+        self._evaluation.leave()
 
     def close(self, state: State) -> None:
         """Take the engine down. Called when the Trainer is closed, on every rank.
@@ -311,17 +303,3 @@ class DeepSpeed(Algorithm):
         assert self.plan is not None
         if self.plan.zero_stage == 3:
             leave_partitioned(cast(torch.nn.Module, ds_engine.module))
-
-
-class _EngineCloser(Callback):
-    """Composer tells callbacks, not algorithms, that the Trainer is closed."""
-
-    def __init__(self, algorithm: DeepSpeed):
-        self.algorithm = algorithm
-
-    def close(self, state: State, logger: Logger) -> None:
-        self.algorithm.close(state)
-
-
-def _device_type(ds_engine: Any) -> str:
-    return ds_engine.device.type

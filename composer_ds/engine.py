@@ -6,17 +6,21 @@ import importlib.util
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from composer import Callback
+from composer.core import State
+from composer.loggers import Logger
 
 from composer_ds.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-__all__ = ['broadcast_buffers', 'build_engine', 'check_environment', 'close_engine']
+__all__ = ['EngineCloser', 'broadcast_buffers', 'build_engine', 'check_environment', 'close_engine']
 
 
 def check_environment() -> None:
@@ -68,6 +72,7 @@ def build_engine(
         DeepSpeedEngine: Of stage 1, 2 or 3.
     """
     import deepspeed
+    from deepspeed.runtime import torch_autocast
 
     # DeepSpeed logs each of its settings at INFO; warnings stay, but for one that ownership.py has settled.
     logger = logging.getLogger('DeepSpeed')
@@ -78,6 +83,9 @@ def build_engine(
         logger.setLevel(logging.INFO)
         logger.addFilter(_is_progress)
 
+    # DeepSpeed (0.19) never takes this flag back, and with it an engine overlooks its communication_data_type.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
     ds_engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,  # pyright: ignore[reportArgumentType]
@@ -114,6 +122,26 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
         dist.broadcast(together, src=0)
         for buffer, whole in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(whole.view_as(buffer))
+
+
+class EngineCloser(Callback):
+    """Composer tells callbacks, not algorithms, that the Trainer is closed.
+
+    Args:
+        close_with (Callable[[State], None]): Called then, on every rank.
+    """
+
+    def __init__(self, close_with: Callable[[State], None]):
+        self.close_with = close_with
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Take the engine down. Called by Composer, on every rank.
+
+        Args:
+            state (State): Composer's state.
+            logger (Logger): Composer's logger.
+        """
+        self.close_with(state)
 
 
 def close_engine(ds_engine: DeepSpeedEngine) -> None:

@@ -56,6 +56,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     'zero3-cut-params': {'zero_stage': 3, 'offload_param': 'cpu', 'ds_config': {'zero_optimization': _CUT}},
 }
 
+SOME_STRATEGIES = ['zero1-cpu', 'zero2', 'zero2-cpu', 'zero3-cut', 'zero3-cut-cpu-params']
+"""Where not all are worth their time."""
+RANKS_AND_STRATEGIES = [*((2, strategy) for strategy in STRATEGIES), *((1, strategy) for strategy in SOME_STRATEGIES)]
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     'sgd': functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
     'adamw': functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import clock_cases
-from tests.distributed.parity_cases import STRATEGIES
+from tests.distributed.parity_cases import SOME_STRATEGIES, STRATEGIES
 
 TOLERANCE = 1e-6
 SOME = ['zero1', 'zero2-cpu', 'zero3-cut']
@@ -78,7 +78,7 @@ def test_counts_and_schedule_go_on_after_a_checkpoint(two_ranks, tmp_path):
 def test_several_batches_in_one_optimizer_step(ranks, world_size: int, batches: int):
     (expected, *_) = ranks(world_size).run(clock_cases.windows, None, batches)
     failures = []
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if world_size == 2 else SOME_STRATEGIES:
         for found in ranks(world_size).run(clock_cases.windows, strategy, batches):
             difference = max(
                 float((value - expected['weights'][name]).abs().max()) for name, value in found['weights'].items()
