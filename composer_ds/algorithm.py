@@ -111,7 +111,7 @@ class DeepSpeed(Algorithm):
         """What to call when the Trainer is closed."""
         self._optimizer_from_section = False
         self._clock: Clock | None = None
-        self._loaded_counts: dict[str, Any] | None = None
+        self._counts_were_loaded = False
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
@@ -232,9 +232,7 @@ class DeepSpeed(Algorithm):
 
     def _after_load(self, state: State, logger: Logger) -> None:
         assert self._clock is not None
-        if self._loaded_counts is not None:
-            self._clock.load_state_dict(self._loaded_counts)
-        self._clock.after_load(self._loaded_counts is not None)
+        self._clock.after_load(self._counts_were_loaded)
 
     def _batch_start(self, state: State, logger: Logger) -> None:
         assert self._clock is not None
@@ -254,13 +252,16 @@ class DeepSpeed(Algorithm):
         return {**super().state_dict(), 'optimizer_steps': counts}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Take over the counts of a checkpoint. Called on every rank, between ``BEFORE_LOAD`` and ``AFTER_LOAD``.
+        """Take over the counts of a checkpoint. Called on every rank, after ``BEFORE_LOAD``.
 
         Args:
             state (dict[str, Any]): From :meth:`state_dict`.
             strict (bool): Not used.
         """
-        self._loaded_counts = state.get('optimizer_steps')
+        counts = state.get('optimizer_steps')
+        self._counts_were_loaded = counts is not None
+        if self._clock is not None and counts is not None:
+            self._clock.load_state_dict(counts)
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]

@@ -151,6 +151,7 @@ class Clock:
             state_dict (dict[str, Any]): From :meth:`state_dict`.
         """
         self.steps.load_state_dict(state_dict)
+        self._settled = self.steps.applied
         lost = state_dict.get('batches_in_window', 0)
         if lost:
             announce(

@@ -114,6 +114,12 @@ def problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[s
             f'{", ".join(facts.scalar_parameters)}: DeepSpeed cannot broadcast parameters of shape (); give them the '
             'shape (1,)'
         )
+    if facts.strided_parameters:
+        yield (
+            f'{", ".join(facts.strided_parameters)}: DeepSpeed cannot broadcast parameters in another memory format, '
+            'such as channels_last; give the model the ordinary one, .to(memory_format=torch.contiguous_format), and '
+            'convert the inputs instead'
+        )
     yield from problems_of_parts(facts.parts, settings.stage)
     yield from problems_of_precision(settings, facts)
     yield from problems_of_batches(settings.ds_config, facts)

@@ -71,7 +71,6 @@ class TrainerFacts:
         optimizer (Any): The user's ``torch.optim.Optimizer``, or None.
         optimizer_from_section (bool): Whether it was built from the ds_config, because the Trainer was given none.
         number_of_schedulers (int): Of the Trainer.
-        scheduler_classes (tuple[str, ...]): The names of their classes.
         hidden_size (int | None): Of the model, where its config names one.
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
@@ -79,6 +78,8 @@ class TrainerFacts:
         frozen_parameters (tuple[str, ...]): Names of the floating-point parameters that are not trained.
         float_buffers (tuple[str, ...]): Names of the model's floating-point buffers.
         deepspeed_version (str): Of the installed package.
+        scheduler_classes (tuple[str, ...]): The names of the schedulers' classes.
+        strided_parameters (tuple[str, ...]): Names of parameters whose elements do not lie in order.
     """
 
     precision: str
@@ -101,6 +102,7 @@ class TrainerFacts:
     float_buffers: tuple[str, ...]
     deepspeed_version: str
     scheduler_classes: tuple[str, ...] = ()
+    strided_parameters: tuple[str, ...] = ()
 
 
 def offload_device(offload: Any) -> str:

@@ -63,6 +63,7 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
         trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
         scalar_parameters=tuple(name for name, parameter in parameters.items() if parameter.dim() == 0),
+        strided_parameters=tuple(name for name, parameter in parameters.items() if not parameter.is_contiguous()),
         frozen_parameters=tuple(frozen),
         float_buffers=tuple(name for name, buffer in state.model.named_buffers() if buffer.is_floating_point()),
         deepspeed_version=importlib.metadata.version('deepspeed'),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, ComposerModel, Trainer
+from composer import Algorithm, Callback, ComposerModel, DataSpec, Trainer
 from composer.algorithms import GradientClipping
 from composer.loggers import InMemoryLogger
 from composer.optim import (
@@ -22,6 +22,7 @@ from composer.optim import (
 from composer.utils import checkpoint, dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from composer_ds import DeepSpeed, Event, TrainingError, optimizer_steps
 from tests.distributed.fp16_cases import fp16_on_this_cpu
@@ -32,6 +33,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     'warmup in dur': lambda _: CosineAnnealingWithWarmupScheduler(t_warmup='0.3dur', alpha_f=0.2),
     'steps in ep': lambda _: StepScheduler('1ep', 0.5),
     'steps in sp': lambda _: MultiStepScheduler(['20sp', '40sp'], 0.5),
+    'steps in tok': lambda _: MultiStepScheduler(['60tok', '130tok'], 0.5),
     'two of them': lambda _: [LinearWithWarmupScheduler(t_warmup='3ba'), StepScheduler('2ba', 0.5)],
     'a function': lambda _: lambda state: 0.9 ** int(state.timestamp.batch),
     'torch per batch': lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
@@ -65,6 +67,7 @@ class RecordsUpdates(Callback):
                 'norm': steps.gradient_norm,
                 'lr': steps.learning_rates[0],
                 'batch': int(state.timestamp.batch),
+                'weight': float(state.model.state_dict()['weight'][0]) if isinstance(state.model, Slope) else None,
             }
         )
 
@@ -140,7 +143,10 @@ def learning_rates(
         model=model,
         optimizers=optimizer,
         schedulers=schedulers if by == 'Trainer' else None,
-        train_dataloader=DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset, shuffle=False)),
+        train_dataloader=DataSpec(
+            DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset, shuffle=False)),
+            get_num_tokens_in_batch=lambda batch: 5 * len(batch[0]),
+        ),
         max_duration=duration,
         device='cpu',
         callbacks=[recorder, updates],
@@ -314,3 +320,47 @@ def give_up_in_fp16(deepspeed: dict[str, Any], folder: str, infinite: tuple[int,
     """The same, in fp16 on any CPU."""
     with fp16_on_this_cpu():
         return give_up(deepspeed, folder, infinite)
+
+
+class TwoLosses(Regression):
+    """A tuple of losses, metrics on train batches, and an evaluation of its own."""
+
+    def forward(self, batch):
+        values = self.net(batch[0])
+        return {'values': values, 'size': values.square().mean()}
+
+    def loss(self, outputs, batch):
+        return nn.functional.mse_loss(outputs['values'], batch[1]), 0.1 * outputs['size']
+
+    def eval_forward(self, batch, outputs=None):
+        return 2.0 * (outputs or self(batch))['values']
+
+    def get_metrics(self, is_train: bool):
+        return {'MeanSquaredError': MeanSquaredError()}
+
+    def update_metric(self, batch, outputs, metric):
+        metric.update(outputs, batch[1])
+
+
+def losses_and_metrics(strategy: str | None) -> dict[str, list[float]]:
+    """Train and evaluate; return everything that is logged about losses and metrics."""
+    torch.manual_seed(17)
+    model, dataset, evaluated = TwoLosses(), _vectors(count=20 * dist.get_world_size()), _vectors(count=10, seed=2)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.02),
+        train_dataloader=DataLoader(dataset, 5, sampler=dist.get_sampler(dataset, shuffle=False)),
+        eval_dataloader=DataLoader(evaluated, 4, sampler=dist.get_sampler(evaluated)),
+        eval_interval='2ba',
+        max_duration='1ep',
+        device='cpu',
+        device_train_microbatch_size=2,
+        algorithms=[] if strategy is None else [DeepSpeed(**STRATEGIES[strategy])],
+        loggers=(logger := InMemoryLogger()),
+        seed=5,
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    names = [name for name in logger.data if name.startswith(('loss/', 'metrics/'))]
+    return {name: [float(value) for _, value in logger.data[name]] for name in sorted(names)}

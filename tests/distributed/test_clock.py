@@ -19,6 +19,10 @@ def test_learning_rates_are_those_of_plain_composer(two_ranks, schedule: str):
     for found in two_ranks.run(clock_cases.learning_rates, schedule, {'zero_stage': 2}):
         assert found['rates'] == pytest.approx(expected, abs=TOLERANCE)
         assert found['counts']['applied'] == len(expected) == 12
+        # The event comes after the update, and before the schedule moves.
+        assert [one['lr'] for one in found['updates']] == pytest.approx(expected, abs=TOLERANCE)
+        weights = [-sum(expected[: count + 1]) for count in range(12)]
+        assert [one['weight'] for one in found['updates']] == pytest.approx(weights, abs=1e-5)
 
 
 def test_warmup_from_0_leaves_the_weights_at_the_first_update(one_rank):
@@ -146,3 +150,14 @@ def test_a_checkpoint_in_the_middle_of_a_window_says_so(one_rank, tmp_path):
     (loading,) = one_rank.run(clock_cases.saved_windows, f'{tmp_path}/second', 'zero2', load=by_hand)
     assert 'gradients of 2 batches are not in it' in loading['told']
     assert loading['applied'] == 2 and loading['saved'] == [10], 'batches 7 to 10 make one optimizer step'
+
+
+def test_tuples_of_losses_train_metrics_and_an_evaluation_of_ones_own(two_ranks):
+    expected, _ = two_ranks.run(clock_cases.losses_and_metrics, None)
+    assert {'loss/train/loss0', 'loss/train/loss1', 'loss/train/total', 'metrics/eval/MeanSquaredError'} < set(expected)
+    assert len(set(expected['metrics/train/MeanSquaredError'])) == 4
+    for strategy in SOME:
+        for found in two_ranks.run(clock_cases.losses_and_metrics, strategy):
+            assert found.keys() == expected.keys()
+            for name, values in expected.items():
+                assert found[name] == pytest.approx(values, rel=1e-5), (strategy, name)

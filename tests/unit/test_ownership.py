@@ -203,6 +203,8 @@ WARMUP = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 700}}
         (settings(2, 'cpu', zero_force_ds_cpu_optimizer=True), {}, ['AdamW', 'DeepSpeedCPUAdam']),
         (settings(), {'trained_without_optimizer': ('a.weight',)}, ['a.weight', 'requires_grad=False']),
         (settings(), {'scalar_parameters': ('scale',)}, ['scale', '(1,)']),
+        (settings(), {'strided_parameters': ('conv.weight',)}, ['conv.weight', 'contiguous_format']),
+        (settings(), {'scheduler_classes': ('ReduceLROnPlateau',)}, ['ReduceLROnPlateau', 'metric']),
         (settings(bf16={'enabled': True}), {}, ["precision='fp32'", 'bf16.enabled=True']),
         (settings(bf16={}), {'precision': 'amp_bf16'}, ["precision='amp_bf16'", 'bf16.enabled=False']),
         (settings(fp16={'enabled': False}), {'precision': 'amp_fp16'}, ["'amp_fp16'", 'fp16.enabled=False']),
