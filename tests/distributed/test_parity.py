@@ -20,13 +20,12 @@ def test_weights_equal_plain_composer(two_ranks, case: str):
 
 @pytest.mark.parametrize('case', CASES)
 def test_the_state_of_adamw(two_ranks, case: str):
-    _assert_equal(two_ranks, case, 'adamw', SOME_STRATEGIES)
+    _assert_equal(two_ranks, case, 'adamw', ['zero1', 'zero2-cpu', 'zero3-cut-cpu-params'])
 
 
 @pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('optimizer', ['sgd', 'adamw'])
-def test_one_rank(one_rank, optimizer: str, case: str):
-    _assert_equal(one_rank, case, optimizer, SOME_STRATEGIES)
+def test_one_rank(one_rank, case: str):
+    _assert_equal(one_rank, case, 'sgd', SOME_STRATEGIES)
 
 
 def test_four_ranks(four_ranks):
