@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from composer import Algorithm, Callback, ComposerModel, DataSpec, Trainer
-from composer.algorithms import GradientClipping
 from composer.loggers import InMemoryLogger
 from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
@@ -19,7 +14,7 @@ from composer.optim import (
     MultiStepScheduler,
     StepScheduler,
 )
-from composer.utils import checkpoint, dist
+from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
@@ -171,49 +166,6 @@ def learning_rates(
     return {'rates': recorder.rates, 'counts': counts, 'updates': updates.seen}
 
 
-def windows(strategy: str | None, batches: int, microbatch_size: int = 2, per_rank: int = 10) -> dict[str, Any]:
-    """Train two epochs of batches of 2, several in one optimizer step, across the epochs and with a short last one.
-
-    The oracle (no strategy) is given batches as large, out of both epochs in a row.
-    """
-    torch.manual_seed(17)
-    model = Regression()
-    model.net[2].p = 0.0  # pyright: ignore  # every iterator of a dataloader draws a random number, and there are not as many
-    dataset = _vectors(count=per_rank * dist.get_world_size())
-    updates = RecordsUpdates()
-    algorithms: list[Any] = [GradientClipping('norm', 0.7)]
-    if strategy is None:
-        dataset = TensorDataset(*(torch.cat([tensor, tensor]) for tensor in dataset.tensors))
-    else:
-        settings = dict(STRATEGIES[strategy])
-        total = {'train_batch_size': 2 * batches * dist.get_world_size()}
-        settings['ds_config'] = {**settings.get('ds_config', {}), **total}
-        algorithms += [Watches(updates.order), DeepSpeed(**settings)]
-    size = 2 if strategy is not None else 2 * batches
-    evaluated = _vectors(count=8, seed=2)
-    trainer = Trainer(
-        model=model,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01),
-        schedulers=LinearWithWarmupScheduler(t_warmup='2ba', alpha_f=0.1),
-        train_dataloader=DataLoader(dataset, batch_size=size, sampler=dist.get_sampler(dataset, shuffle=False)),
-        # In the middle of the windows.
-        eval_dataloader=None if strategy is None else DataLoader(evaluated, 4, sampler=dist.get_sampler(evaluated)),
-        eval_interval='1ba',
-        max_duration='1ep' if strategy is None else '2ep',
-        device='cpu',
-        device_train_microbatch_size=microbatch_size,
-        algorithms=algorithms,
-        callbacks=[updates],
-        seed=5,
-        progress_bar=False,
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()} if strategy is None else {}
-    trainer.fit()
-    weights, time = weights_of(trainer), int(trainer.state.timestamp.batch)
-    trainer.close()
-    return {'weights': weights, 'before': before, 'updates': updates.seen, 'order': updates.order, 'batches': time}
-
-
 def give_up(deepspeed: dict[str, Any], folder: str, infinite: tuple[int, ...]) -> dict[str, Any]:
     """Train the slope where batches without end are infinite, on rank 0 alone; tell how it ends."""
     model = Slope()
@@ -248,71 +200,6 @@ def give_up(deepspeed: dict[str, Any], folder: str, infinite: tuple[int, ...]) -
     trainer.close()
     dist.barrier()  # rank 0 writes
     found['checkpoint'] = torch.load(f'{folder}/latest-rank0.pt', weights_only=False)['state']['model']['weight']
-    return found
-
-
-class StopsAfter(Callback):
-    """Ends training in the middle of a window."""
-
-    def __init__(self, batches: int):
-        self.batches = batches
-
-    def batch_end(self, state, logger):
-        if int(state.timestamp.batch) == self.batches:
-            state.stop_training()
-
-
-class SavesByHand(Callback):
-    """Saves a checkpoint in the middle of a window."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def batch_end(self, state, logger):
-        if int(state.timestamp.batch) == 6:
-            checkpoint.save_checkpoint(state, self.path)
-
-
-def saved_windows(
-    folder: str, strategy: str, load: str | None = None, stop: int | None = None, by_hand: str | None = None
-) -> dict[str, Any]:
-    """Train 10 batches, 4 in one optimizer step, with a checkpoint after every batch; tell which there are."""
-    torch.manual_seed(17)
-    model = Regression()
-    model.net[2].p = 0.0  # pyright: ignore
-    dataset = _vectors(count=20 * dist.get_world_size())
-    settings = dict(STRATEGIES[strategy])
-    settings['ds_config'] = {**settings.get('ds_config', {}), 'gradient_accumulation_steps': 4}
-    algorithm = DeepSpeed(**settings)
-    callbacks: list[Callback] = [] if stop is None else [StopsAfter(stop)]
-    if by_hand is not None:
-        callbacks.append(SavesByHand(by_hand))
-    stream = io.StringIO()
-    with contextlib.redirect_stderr(stream):
-        trainer = Trainer(
-            model=model,
-            optimizers=torch.optim.AdamW(model.parameters(), lr=0.02),
-            schedulers=LinearWithWarmupScheduler(t_warmup='1ba', alpha_f=0.1),
-            train_dataloader=DataLoader(dataset, 2, sampler=dist.get_sampler(dataset, shuffle=False)),
-            max_duration='1ep',
-            device='cpu',
-            algorithms=[algorithm],
-            callbacks=callbacks,
-            seed=5,
-            progress_bar=False,
-            save_folder=folder,
-            save_interval='1ba',
-            save_overwrite=True,
-            load_path=load,
-        )
-        trainer.fit()
-    found = {
-        'weights': weights_of(trainer),
-        'applied': algorithm.optimizer_steps.applied,
-        'saved': sorted(int(re.findall(r'ba(\d+)', path.name)[0]) for path in pathlib.Path(folder).glob('ep*.pt')),
-        'told': stream.getvalue(),
-    }
-    trainer.close()
     return found
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.distributed import clock_cases
-from tests.distributed.parity_cases import SOME_STRATEGIES, STRATEGIES
 
 TOLERANCE = 1e-6
 SOME = ['zero1', 'zero2-cpu', 'zero3-cut']
@@ -77,28 +75,6 @@ def test_counts_and_schedule_go_on_after_a_checkpoint(two_ranks, tmp_path):
         assert rest['counts'] == whole['counts']
 
 
-@pytest.mark.parametrize('batches', [2, 4])
-@pytest.mark.parametrize('world_size', [1, 2])
-def test_several_batches_in_one_optimizer_step(ranks, world_size: int, batches: int):
-    (expected, *_) = ranks(world_size).run(clock_cases.windows, None, batches)
-    failures = []
-    for strategy in STRATEGIES if world_size == 2 else SOME_STRATEGIES:
-        for found in ranks(world_size).run(clock_cases.windows, strategy, batches):
-            difference = max(
-                float((value - expected['weights'][name]).abs().max()) for name, value in found['weights'].items()
-            )
-            if difference > TOLERANCE:
-                failures.append(f'{strategy}: {difference}')
-            # 10 batches of 2 in two epochs; the last window is short where 4 do not divide 10.
-            updates = -(-10 // batches)
-            assert [one['applied'] for one in found['updates']] == list(range(1, updates + 1))
-            assert found['batches'] == 10, "Composer's own clock counts batches"
-            assert found['order'] == ['algorithm', 'callback'] * updates
-    assert not failures, '\n'.join(failures)
-    moved = {name: float((expected['weights'][name] - value).abs().max()) for name, value in expected['before'].items()}
-    assert min(moved.values()) > 1e-4
-
-
 @pytest.mark.parametrize('zero_stage', [1, 3])
 def test_too_many_skipped_optimizer_steps_end_training_on_every_rank(two_ranks, tmp_path, zero_stage: int):
     settings = {'zero_stage': zero_stage, 'max_consecutive_skipped_steps': 3}
@@ -124,32 +100,6 @@ def test_a_loss_scale_that_has_reached_its_floor(two_ranks, tmp_path):
         # 4, 2 and 1 overflow.
         assert 'smallest loss scale, 1.0' in found['message'] and found['scale'] == 1.0
         assert found['counts']['skipped'] == 3 and found['checkpoint'].tolist() == [-1.0] * 4
-
-
-@pytest.mark.parametrize('strategy', ['zero2-cpu', 'zero3-cut'])
-def test_checkpoints_wait_for_the_end_of_a_window(two_ranks, tmp_path, strategy: str):
-    whole, _ = two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/whole', strategy)
-    assert whole['saved'] == [4, 8, 10] and whole['applied'] == 3
-    path = f'{tmp_path}/whole/ep0-ba4-rank0.pt'
-    for found in two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/rest', 'zero1', load=path):
-        torch.testing.assert_close(found['weights'], whole['weights'], rtol=0, atol=TOLERANCE)
-        assert found['applied'] == 3 and found['saved'] == [8, 10]
-
-
-def test_training_that_is_stopped_in_a_window_steps_it(two_ranks, tmp_path):
-    stopped, _ = two_ranks.run(clock_cases.saved_windows, f'{tmp_path}/stopped', 'zero2', stop=6)
-    assert stopped['applied'] == 2 and stopped['saved'] == [4, 6]
-    saved = torch.load(f'{tmp_path}/stopped/ep0-ba6-rank0.pt', weights_only=False)['state']['model']
-    torch.testing.assert_close(dict(saved), stopped['weights'], rtol=0, atol=0)
-
-
-def test_a_checkpoint_in_the_middle_of_a_window_says_so(one_rank, tmp_path):
-    by_hand = f'{tmp_path}/by-hand.pt'
-    (saving,) = one_rank.run(clock_cases.saved_windows, f'{tmp_path}/first', 'zero2', by_hand=by_hand)
-    assert '2 of 4 batches' in saving['told']
-    (loading,) = one_rank.run(clock_cases.saved_windows, f'{tmp_path}/second', 'zero2', load=by_hand)
-    assert 'gradients of 2 batches are not in it' in loading['told']
-    assert loading['applied'] == 2 and loading['saved'] == [10], 'batches 7 to 10 make one optimizer step'
 
 
 def test_tuples_of_losses_train_metrics_and_an_evaluation_of_ones_own(two_ranks):

@@ -8,14 +8,19 @@ from __future__ import annotations
 import pytest
 
 from composer_ds.testing import RankPool
-from tests.distributed.parity_cases import CASES, SOME_STRATEGIES, STRATEGIES, compare
+from tests.distributed.parity_cases import CASES, SOME_STRATEGIES, STAGES_AND_OFFLOAD, STRATEGIES, compare
 
 TOLERANCE = 1e-6
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_weights_equal_plain_composer(two_ranks, case: str):
-    _assert_equal(two_ranks, case, 'sgd', list(STRATEGIES))
+    _assert_equal(two_ranks, case, 'sgd', STAGES_AND_OFFLOAD)
+
+
+@pytest.mark.parametrize('case', ['does-not-divide', 'groups', 'sometimes', 'uneven'])
+def test_other_buckets_and_weights_that_are_not_cut(two_ranks, case: str):
+    _assert_equal(two_ranks, case, 'sgd', [name for name in STRATEGIES if name not in STAGES_AND_OFFLOAD])
 
 
 @pytest.mark.parametrize('case', CASES)
