@@ -29,3 +29,10 @@ def test_torch_autocast_equals_fp32_weights_under_autocast(two_ranks, strategy: 
         assert result['difference'] < TOLERANCE, result
         assert result['to_fp32'] > 20 * TOLERANCE, 'autocast must have been on'
         assert result['least_move'] > 1e-2
+
+
+def test_an_engine_after_one_with_torch_autocast(two_ranks):
+    # DeepSpeed's autocast flag outlives its engine, and makes the next one overlook communication_data_type.
+    two_ranks.run(compare_autocast, 'zero2')
+    for result in two_ranks.run(compare_bf16, 'zero1-cpu'):
+        assert result['difference'] < TOLERANCE, result

@@ -14,23 +14,35 @@ TOLERANCE = 1e-6
 @pytest.mark.parametrize('batches', [2, 4])
 @pytest.mark.parametrize('world_size', [1, 2])
 def test_several_batches_in_one_optimizer_step(ranks, world_size: int, batches: int):
-    (expected, *_) = ranks(world_size).run(cases.windows, None, batches)
-    failures = []
-    for strategy in STAGES_AND_OFFLOAD:
-        for found in ranks(world_size).run(cases.windows, strategy, batches):
+    # Without clipping, which would hide the weight of a batch.
+    _compare(ranks(world_size), STAGES_AND_OFFLOAD, batches)
+
+
+def test_clipping_sees_the_whole_optimizer_step(two_ranks):
+    # The norm is clipped in some optimizer steps and not in others.
+    norms = [one['norm'] for one in _compare(two_ranks, ['zero1', 'zero2-cpu', 'zero3-cut'], 4, clipping=4.5)]
+    assert min(norms) < 4.5 < max(norms), norms
+
+
+def _compare(pool, strategies: list[str], batches: int, **arguments) -> list[dict]:
+    (expected, *_) = pool.run(cases.windows, None, batches, **arguments)
+    updates, failures, seen = -(-10 // batches), [], []
+    for strategy in strategies:
+        for found in pool.run(cases.windows, strategy, batches, **arguments):
             difference = max(
                 float((value - expected['weights'][name]).abs().max()) for name, value in found['weights'].items()
             )
             if difference > TOLERANCE:
                 failures.append(f'{strategy}: {difference}')
             # 10 batches of 2 in two epochs; the last window is short where 4 do not divide 10.
-            updates = -(-10 // batches)
             assert [one['applied'] for one in found['updates']] == list(range(1, updates + 1))
             assert found['batches'] == 10, "Composer's own clock counts batches"
             assert found['order'] == ['algorithm', 'callback'] * updates
+            seen = found['updates']
     assert not failures, '\n'.join(failures)
     moved = {name: float((expected['weights'][name] - value).abs().max()) for name, value in expected['before'].items()}
     assert min(moved.values()) > 1e-4
+    return seen
 
 
 @pytest.mark.parametrize('strategy', ['zero2-cpu', 'zero3-cut'])
