@@ -1,6 +1,6 @@
 """The list of what a ds_config can ask DeepSpeed for beyond ZeRO, with what becomes of each.
 
-``docs/deepspeed_features.md`` is its page for users. Written against deepspeed 0.19.6 to 0.19.8; a test walks over the
+``docs/deepspeed_features.md`` is its page for users. Written against deepspeed 0.19.8; a test walks over the
 keys that the installed version knows, so that none slips through undecided.
 """
 

@@ -21,7 +21,7 @@ __all__ = ['READ_BY_INITIALIZE', 'Section', 'is_removal', 'refusal', 'schema', '
 
 MICROBATCH_SIZE = 'train_micro_batch_size_per_gpu'
 READ_BY_INITIALIZE = frozenset({'sequence_parallel_size', 'data_parallel_size'})
-"""What ``deepspeed.initialize`` (0.19.6 to 0.19.8) reads itself, and no config object; a test looks into its source."""
+"""What ``deepspeed.initialize`` (0.19.8) reads itself, and no config object; a test looks into its source."""
 
 _PROBE = 'composer_ds_probe'
 

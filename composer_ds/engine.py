@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from composer import Callback
 from composer.core import State
 from composer.loggers import Logger
+from packaging.version import Version
 
 from composer_ds.errors import EnvironmentProblem
 
@@ -23,16 +25,27 @@ if TYPE_CHECKING:
 __all__ = ['EngineCloser', 'broadcast_buffers', 'build_engine', 'check_environment', 'close_engine']
 
 
+# Measured: 0.19.6 and 0.19.7 add up gradients in 16 bits or lose some with ZeRO 2, and with ZeRO 1 and offload; 0.19.6
+# does not skip optimizer steps with NaN in fp32. tests/distributed/test_bf16.py and test_clock.py fail with them.
+_OLDEST = '0.19.8'
+
+
 def check_environment() -> None:
     """See to it that DeepSpeed can be imported and can compile. Called when the algorithm is constructed.
 
     Raises:
-        EnvironmentProblem: When the package is missing, or a compiler that it needs on a machine without a GPU.
+        EnvironmentProblem: When the package is missing or too old, or, on a machine without a GPU, a compiler.
     """
     if importlib.util.find_spec('deepspeed') is None:
         raise EnvironmentProblem(
             "DeepSpeed(...) needs the package 'deepspeed', which is not installed. "
-            "Run: pip install 'deepspeed>=0.19.6,<0.20'"
+            f"Run: pip install 'deepspeed>={_OLDEST},<0.20'"
+        )
+    version = importlib.metadata.version('deepspeed')
+    if Version(version) < Version(_OLDEST):
+        raise EnvironmentProblem(
+            f'deepspeed {version} trains wrongly in silence: it loses gradients in 16 bits, and goes on with weights '
+            f"that are NaN. Run: pip install 'deepspeed>={_OLDEST},<0.20'"
         )
     # On the CPU accelerator deepspeed compiles its shared-memory collectives at first use, and so its CPU optimizers.
     # torch.cuda is asked rather than DeepSpeed, whose import would choose the accelerator.

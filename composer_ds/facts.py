@@ -77,7 +77,6 @@ class TrainerFacts:
         scalar_parameters (tuple[str, ...]): Names of parameters of shape ``()``.
         frozen_parameters (tuple[str, ...]): Names of the floating-point parameters that are not trained.
         float_buffers (tuple[str, ...]): Names of the model's floating-point buffers.
-        deepspeed_version (str): Of the installed package.
         scheduler_classes (tuple[str, ...]): The names of the schedulers' classes.
         strided_parameters (tuple[str, ...]): Names of parameters whose elements do not lie in order.
     """
@@ -100,7 +99,6 @@ class TrainerFacts:
     scalar_parameters: tuple[str, ...]
     frozen_parameters: tuple[str, ...]
     float_buffers: tuple[str, ...]
-    deepspeed_version: str
     scheduler_classes: tuple[str, ...] = ()
     strided_parameters: tuple[str, ...] = ()
 

@@ -1,6 +1,6 @@
 """Which parameters got a gradient, and what follows for DeepSpeed's gradient buffers.
 
-DeepSpeed (0.19.6 to 0.19.8) accumulates into buffers that it does not clear between optimizer steps: with CPU offload
+DeepSpeed (0.19.8) accumulates into buffers that it does not clear between optimizer steps: with CPU offload
 on any stage, and on stage 3 always, a parameter that is not used in the first microbatch of an optimizer step, or in
 none of it, receives the gradient of an earlier optimizer step, without a word. The tracker clears just those buffers,
 so it costs nothing where every parameter is used. ``tests/distributed/test_parity.py`` holds the cases.

@@ -1,6 +1,6 @@
 """DeepSpeed's loss scale: what it was in an optimizer step, and when it moves.
 
-DeepSpeed (0.19.6 to 0.19.8, every ZeRO stage) doubles the dynamic scale inside an optimizer step, before it divides the
+DeepSpeed (0.19.8, every ZeRO stage) doubles the dynamic scale inside an optimizer step, before it divides the
 gradients by it, so that each optimizer step in which the scale grows makes half the update, without a word. Here the
 scale grows after the update. ``tests/distributed/test_fp16.py`` holds the case.
 """

@@ -5,7 +5,7 @@ it: the *flat partition*. What this rank holds of one parameter is a run of cons
 flattened tensor, here a :class:`Fragment`. Invariant: over all ranks the fragments of a parameter cover each of its
 elements exactly once.
 
-This is the only module that knows DeepSpeed's private attributes for the layout. Written against deepspeed 0.19.6 to
+This is the only module that knows DeepSpeed's private attributes for the layout. Written against deepspeed
 0.19.8; ``tests/distributed/test_partitions.py`` compares it with weights that were put in, and fails when it changes.
 """
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packaging.version import Version
-
 from composer_ds.facts import Settings, TrainerFacts, mapping
 
 __all__ = [
@@ -120,7 +118,6 @@ def problems_of_precision(settings: Settings, facts: TrainerFacts) -> Iterator[s
                 yield _disagreement(facts, precision, section, enabled)
     if autocast_only(settings):
         yield from _autocast(settings, facts, precision)
-    yield from _old_versions(settings, facts, weights)
 
 
 def _asked_by(facts: TrainerFacts, precision: str) -> str:
@@ -144,16 +141,6 @@ def _autocast(settings: Settings, facts: TrainerFacts, precision: str) -> Iterat
         yield (
             f"ds_config.torch_autocast.dtype={dtype!r} and precision 'amp_bf16' disagree; write 'bfloat16' or leave it "
             "out. (For fp16 use Trainer(precision='amp_fp16') without torch_autocast: its gradients need a loss scale)"
-        )
-
-
-def _old_versions(settings: Settings, facts: TrainerFacts, weights: str) -> Iterator[str]:
-    in_16_bits = settings.stage == 2 or (settings.stage in (0, 1) and settings.offload('offload_optimizer') == 'cpu')
-    if Version(facts.deepspeed_version) < Version('0.19.8') and in_16_bits and weights != 'fp32':
-        # Measured with tests/distributed/test_bf16.py.
-        yield (
-            f'deepspeed {facts.deepspeed_version} trains wrongly in {weights} with ZeRO 2, and with ZeRO 1 and '
-            'offload: it adds up gradients in 16 bits or loses some. Install deepspeed>=0.19.8, or use zero_stage=3'
         )
 
 

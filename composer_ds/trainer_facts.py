@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         strided_parameters=tuple(name for name, parameter in parameters.items() if not parameter.is_contiguous()),
         frozen_parameters=tuple(frozen),
         float_buffers=tuple(name for name, buffer in state.model.named_buffers() if buffer.is_floating_point()),
-        deepspeed_version=importlib.metadata.version('deepspeed'),
     )
 
 

@@ -53,7 +53,7 @@ class Window:
             if tokens is not None:
                 self._first_tokens = tokens if self.batches == 0 else self._first_tokens
                 weight = tokens / self._first_tokens
-            # DeepSpeed (0.19.6 to 0.19.8) divides by this number in its hooks on the outputs, and reads it nowhere else
+            # DeepSpeed (0.19.8) divides by this number in its hooks on the outputs, and reads it nowhere else
             # when the caller owns the accumulation boundary.
             self.ds_engine._config.gradient_accumulation_steps = 1.0 / weight
         self._weight = weight if self.batches == 0 else self._weight + weight

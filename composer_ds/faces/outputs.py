@@ -51,7 +51,7 @@ def make_outputs_visible(outputs: Any, ds_engine: DeepSpeedEngine, model: torch.
 
 
 def _show(tensors: list[torch.Tensor], visible: list[torch.Tensor], ds_engine: DeepSpeedEngine) -> None:
-    # Private to deepspeed 0.19.6 to 0.19.8, as used by DeepSpeedEngine.forward. One manager for all tensors: it runs
+    # Private to deepspeed 0.19.8, as used by DeepSpeedEngine.forward. One manager for all tensors: it runs
     # the engine's prologue once, at the first gradient that arrives.
     from deepspeed.runtime.utils import register_output_backward_hooks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 
@@ -20,6 +21,14 @@ def test_no_deepspeed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(EnvironmentProblem, match="pip install 'deepspeed"):
         check_environment()
+
+
+def test_an_old_deepspeed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.19.7')
+    with pytest.raises(EnvironmentProblem, match=r"0\.19\.7 trains wrongly.*pip install 'deepspeed>=0\.19\.8"):
+        check_environment()
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.19.10')
+    check_environment()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='with a GPU nothing need be compiled for the CPU')

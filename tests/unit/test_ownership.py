@@ -35,7 +35,6 @@ FACTS = TrainerFacts(
     scalar_parameters=(),
     frozen_parameters=(),
     float_buffers=(),
-    deepspeed_version='0.19.8',
 )
 
 
@@ -78,29 +77,6 @@ def test_bf16_has_fp32_masters_and_fp32_accumulation():
     assert 'communication_data_type' not in plan.ds_config
     stage_1 = make_plan(settings(1), dataclasses.replace(FACTS, precision='amp_bf16'))
     assert stage_1.ds_config['communication_data_type'] == 'fp32'
-
-
-@pytest.mark.parametrize(
-    ('given', 'refused'),
-    [
-        (settings(1), False),
-        (settings(1, 'cpu'), True),
-        (settings(0, 'cpu'), True),
-        (settings(2), True),
-        (settings(2, 'cpu'), True),
-        (settings(3, 'cpu'), False),
-        (settings(1, zero_optimization={'offload_optimizer': {'device': 'cpu'}}), True),
-    ],
-)
-def test_bf16_with_versions_of_deepspeed_that_lose_gradients(given: Settings, refused: bool):
-    old = dataclasses.replace(FACTS, precision='amp_bf16', deepspeed_version='0.19.7')
-    make_plan(given, dataclasses.replace(old, precision='fp32'))
-    make_plan(given, dataclasses.replace(old, deepspeed_version='0.19.10'))
-    if refused:
-        with pytest.raises(ConfigError, match=r'deepspeed>=0\.19\.8'):
-            make_plan(given, old)
-    else:
-        make_plan(given, old)
 
 
 def test_on_cpu_the_ds_config_may_ask_for_bf16():
