@@ -4,7 +4,7 @@ Composer's loop, with what this algorithm does in it::
 
     Trainer(...)
         BEFORE_LOAD             all settings are compared: one plan, or one error with all conflicts; the engine is
-                                built; faces take the places of state.model, state.optimizers and state.scaler
+                                built; faces take the places of the model, optimizer, scaler and schedulers
         (a checkpoint is loaded, through the faces)
         (DistributedDataParallel is offered a model without parameters, and leaves it alone)
     Trainer.fit()
@@ -18,7 +18,10 @@ Composer's loop, with what this algorithm does in it::
                     loss = model.loss(...) * the microbatch's share of the batch
                     loss.backward()                 the engine reduces and partitions gradients
                     AFTER_BACKWARD                  stale gradient buffers are cleared
-                ds_engine.step()                    the one accumulation boundary
+                ds_engine.step()                    the accumulation boundary, when the batch ends a window
+                OPTIMIZER_STEP                      our own event, when the update was applied
+            scheduler.step()                        the scheduler faces move, when an update was applied
+            BATCH_END, ...                          the counts are settled; a short last window is stepped
     Trainer.close()             the engine is taken down
 """
 
@@ -27,7 +30,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from composer import Algorithm
@@ -44,7 +47,7 @@ from composer_ds.counts import OptimizerSteps
 from composer_ds.ds_config import read_ds_config
 from composer_ds.ema import partition_averages
 from composer_ds.engine import EngineCloser, broadcast_buffers, build_engine, check_environment, close_engine
-from composer_ds.errors import ConfigError, TrainingError
+from composer_ds.errors import ConfigError
 from composer_ds.evaluation import EvaluationForward
 from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
 from composer_ds.facts import Settings
@@ -55,7 +58,7 @@ from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
 from composer_ds.partitioned_optimizer import partitioned_optimizer
 from composer_ds.partitions import Partitions
-from composer_ds.trainer_facts import agreed_plan, check_still_ours, facts_of, parameters_of
+from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of, parameters_of
 from composer_ds.whole import leave_partitioned, make_whole
 from composer_ds.windows import Window
 
@@ -105,12 +108,13 @@ class DeepSpeed(Algorithm):
         self.optimizer_steps = OptimizerSteps()
         """Counts of optimizer steps, applied and skipped; part of every checkpoint."""
         self.plan: Plan | None = None
-        self.ds_engine = None
+        self.ds_engine: Any = None
         """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
         self._undo: list[Callable[[], None]] = []
         """What to call when the Trainer is closed."""
         self._optimizer_from_section = False
-        self._clock: Clock | None = None
+        self._clock: Any = None
+        """The ``Clock``, from ``BEFORE_LOAD`` on."""
         self._counts_were_loaded = False
         self._handlers = {
             Event.INIT: self._init,
@@ -223,23 +227,18 @@ class DeepSpeed(Algorithm):
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
         facts = check_still_ours(state, self.plan, self.settings, self._taken)
-        assert self._clock is not None
         self._clock.fit_start(batches_per_optimizer_step(self.settings.ds_config, facts))
-        assert self.ds_engine is not None
         if self.plan.precision == 'amp_fp16' and not isinstance(state.scaler, ScalerFace):
             state.scaler = ScalerFace(self.ds_engine)  # fit(precision=...) has made a new one
         announce(block_of(self.plan, state, self._clock.window.size))  # collective: the ranks' batch sizes are added up
 
     def _after_load(self, state: State, logger: Logger) -> None:
-        assert self._clock is not None
         self._clock.after_load(self._counts_were_loaded)
 
     def _batch_start(self, state: State, logger: Logger) -> None:
-        assert self._clock is not None
         self._clock.batch_start()
 
     def _settle(self, event: Event, state: State, logger: Logger) -> None:
-        assert self._clock is not None
         self._clock.settle(event)
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,13 +263,7 @@ class DeepSpeed(Algorithm):
             self._clock.load_state_dict(counts)
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
-        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            raise TrainingError(
-                f'{", ".join(unfrozen)}: frozen when the Trainer was built, and so not part of the engine, but '
-                'requires_grad is True now. To train a part of the model later, save a checkpoint and '
-                'build a new Trainer; freezing a trained parameter is possible at any time.'
-            )
+        check_still_frozen(self._frozen)
         broadcast_buffers(state.model)
 
     def _before_forward(self, state: State, logger: Logger) -> None:
@@ -303,4 +296,4 @@ class DeepSpeed(Algorithm):
                 type(face)._ds_engine = None
         assert self.plan is not None
         if self.plan.zero_stage == 3:
-            leave_partitioned(cast(torch.nn.Module, ds_engine.module))
+            leave_partitioned(ds_engine.module)

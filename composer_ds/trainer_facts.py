@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from composer.utils import dist, ensure_tuple
 from composer_ds.auto_values import hidden_size_of
 from composer_ds.batches import problems_of_batches
 from composer_ds.composer_parts import problems_of_late_surgery
-from composer_ds.errors import ConfigError
+from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace
 from composer_ds.facts import Settings, TrainerFacts
 from composer_ds.optimizers import problems_of_schedulers
 from composer_ds.ownership import Plan, make_plan, problems_of
 from composer_ds.partitions import full_numel
 
-__all__ = ['agreed_plan', 'check_still_ours', 'facts_of', 'parameters_of']
+__all__ = ['agreed_plan', 'check_still_frozen', 'check_still_ours', 'facts_of', 'parameters_of']
 
 
 def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts:
@@ -154,3 +155,21 @@ def check_still_ours(
         problems.append('Trainer(compile_config=...): compiling the engine is not supported yet; leave it out')
     _raise_together(problems)
     return facts
+
+
+def check_still_frozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
+    """See to it that nobody wants to train what the engine has not. Called before each batch, on every rank.
+
+    Args:
+        frozen (Mapping[str, torch.nn.Parameter]): By name, the parameters that were frozen when the engine was built.
+
+    Raises:
+        TrainingError: When one is not frozen any more.
+    """
+    unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
+    if unfrozen:
+        raise TrainingError(
+            f'{", ".join(unfrozen)}: frozen when the Trainer was built, and so not part of the engine, but '
+            'requires_grad is True now. To train a part of the model later, save a checkpoint and '
+            'build a new Trainer; freezing a trained parameter is possible at any time.'
+        )

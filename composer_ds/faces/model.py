@@ -17,6 +17,7 @@ from composer.distributed.dist_strategy import prepare_ddp_module
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composer_ds.errors import ComposerDSError
+from composer_ds.faces.face import face_class
 from composer_ds.faces.outputs import make_outputs_visible
 from composer_ds.partitions import Partitions, full_shape
 
@@ -189,15 +190,7 @@ def model_face(model: torch.nn.Module, ds_engine: DeepSpeedEngine, partitions: P
     Returns:
         ModelFace: An instance of the user's class, too.
     """
-    cls = type(model)
-    members = {
-        '__module__': cls.__module__,
-        '__qualname__': cls.__qualname__,
-        '__doc__': cls.__doc__,
-        '_user_model': model,
-        '_ds_engine': ds_engine,
-        '_partitions': partitions,
-    }
-    face = object.__new__(type(cls.__name__, (ModelFace, cls), members))
+    cls = face_class(ModelFace, type(model), _user_model=model, _ds_engine=ds_engine, _partitions=partitions)
+    face = object.__new__(cls)
     object.__setattr__(face, '__dict__', vars(model))
     return face

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_ds.errors import ComposerDSError, TrainingError
+from composer_ds.faces.face import face_class
 from composer_ds.loss_scaling import LossScale
 from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.partitioned_optimizer import PartitionedOptimizer
@@ -243,24 +244,21 @@ def optimizer_face(
     Returns:
         OptimizerFace: An instance of the user's class, too.
     """
-    cls = type(client)
-    members = {
-        '__module__': cls.__module__,
-        '__qualname__': cls.__qualname__,
-        '__doc__': cls.__doc__,
-        '_client': client,
-        '_ds_engine': ds_engine,
-        '_partitioned': partitioned,
-        '_partitions': partitioned.partitions,
-        '_gradients': gradients,
-        '_even_microbatches': even_microbatches,
-        '_window': window,
-        '_loss_scale': loss_scale,
-        '_after_optimizer_step': staticmethod(after_optimizer_step),
-        # Composer then also hands its closure over in fp16.
-        '_step_supports_amp_closure': True,
-    }
-    face = object.__new__(type(cls.__name__, (OptimizerFace, cls), members))
+    cls = face_class(
+        OptimizerFace,
+        type(client),
+        _client=client,
+        _ds_engine=ds_engine,
+        _partitioned=partitioned,
+        _partitions=partitioned.partitions,
+        _gradients=gradients,
+        _even_microbatches=even_microbatches,
+        _window=window,
+        _loss_scale=loss_scale,
+        _after_optimizer_step=staticmethod(after_optimizer_step),
+        _step_supports_amp_closure=True,  # Composer then also hands its closure over in fp16
+    )
+    face = object.__new__(cls)
     # All but the state, which is a property here, and the wrapped `step` that a scheduler has left on the user's
     # object.
     vars(face).update({key: value for key, value in vars(client).items() if key not in ('state', 'step')})

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from composer.core import State, Time, Timestamp, TimeUnit
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from composer_ds.faces.face import face_class
+
 if TYPE_CHECKING:
     from composer_ds.counts import OptimizerSteps
     from composer_ds.windows import Window
@@ -55,16 +57,8 @@ def scheduler_face(scheduler: LRScheduler, view: StateInOptimizerSteps, steps: O
     """
     if isinstance(scheduler, LambdaLR):
         scheduler.lr_lambdas = [_with_view(function, view) for function in scheduler.lr_lambdas]
-    cls = type(scheduler)
-    members = {
-        '__module__': cls.__module__,
-        '__qualname__': cls.__qualname__,
-        '__doc__': cls.__doc__,
-        '_steps': steps,
-        '_moved_at': steps.applied,
-        '_called': False,
-    }
-    face = object.__new__(type(cls.__name__, (SchedulerFace, cls), members))
+    cls = face_class(SchedulerFace, type(scheduler), _steps=steps, _moved_at=steps.applied, _called=False)
+    face = object.__new__(cls)
     object.__setattr__(face, '__dict__', vars(scheduler))
     return face
 
@@ -76,7 +70,7 @@ def _with_view(function: Any, view: StateInOptimizerSteps) -> Any:
         return function
     inside = inspect.getclosurevars(function).nonlocals
     scheduler: Callable[..., float] = inside['scheduler']
-    ratio = inside.get('ssr', 1.0)
+    ratio: float = inside['ssr']
     takes_ratio = len(inspect.signature(scheduler).parameters) > 1
     return lambda _: scheduler(view, ratio) if takes_ratio else scheduler(view)
 

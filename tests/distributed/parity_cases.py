@@ -58,7 +58,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 SOME_STRATEGIES = ['zero1-cpu', 'zero2', 'zero2-cpu', 'zero3-cut', 'zero3-cut-cpu-params']
 """Where not all are worth their time."""
-RANKS_AND_STRATEGIES = [*((2, strategy) for strategy in STRATEGIES), *((1, strategy) for strategy in SOME_STRATEGIES)]
 STAGES_AND_OFFLOAD = [name for name in STRATEGIES if name not in ('zero2-buckets', 'zero3', 'zero3-cpu')]
 """Every stage and offload once: what is left out has other buckets, or weights that are not cut."""
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.distributed.random_settings import Combination, combinations, run
 
-EXAMPLES = int(os.environ.get('COMPOSER_DS_EXAMPLES', '30'))
+EXAMPLES = int(os.environ.get('COMPOSER_DS_EXAMPLES', '24'))
 
 
 @pytest.mark.parametrize('world_size', [1, 2])

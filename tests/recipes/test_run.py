@@ -120,18 +120,10 @@ def test_deepspeed_trains_from_the_yaml(folder, launcher, world_size):
     assert f'world size {world_size} = global batch {4 * world_size}' in output  # the block that DeepSpeed logs
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        (['train.max_duraton=1ep'], "train.max_duraton = '1ep' (on the command line): unknown key"),
-        (['data.samples=1'], 'data: the training data has fewer samples (1) than there are ranks (2)'),
-    ],
-    ids=['wrong key', 'fewer samples than ranks'],
-)
-def test_an_error_of_two_ranks_is_printed_once_and_ends_the_job(folder, arguments, message):
-    code, output = run(COMPOSER_2, folder, '-f', 'run.yaml', *arguments)
+def test_an_error_of_two_ranks_is_printed_once_and_ends_the_job(folder):
+    code, output = run(COMPOSER_2, folder, '-f', 'run.yaml', 'data.samples=1')
     assert code == 2, output
-    assert output.count(message) == 1, output
+    assert output.count('data: the training data has fewer samples (1) than there are ranks (2)') == 1, output
     assert 'Traceback' not in output
 
 
