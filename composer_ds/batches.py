@@ -65,9 +65,8 @@ def problems_of_batches(ds_config: Mapping[str, Any], facts: TrainerFacts) -> It
     Yields:
         str: One problem each.
     """
-    given = {key: ds_config[key] for key in _KEYS if ds_config.get(key, 'auto') not in ('auto', None)}
     sound = {}
-    for key, value in given.items():
+    for key, value in _given(ds_config).items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"ds_config.{key}={value!r}: a whole number of 1 or more is needed, or 'auto'"
         else:
@@ -106,8 +105,11 @@ def batches_per_optimizer_step(ds_config: Mapping[str, Any], facts: TrainerFacts
     Returns:
         int: 1, unless ``train_batch_size`` or ``gradient_accumulation_steps`` ask for more.
     """
-    sizes = {key: ds_config[key] for key in _KEYS if ds_config.get(key, 'auto') not in ('auto', None)}
-    return max(_windows(sizes, facts).values(), default=1)
+    return max(_windows(_given(ds_config), facts).values(), default=1)
+
+
+def _given(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: ds_config[key] for key in _KEYS if ds_config.get(key, 'auto') not in ('auto', None)}
 
 
 def _windows(sizes: Mapping[str, int], facts: TrainerFacts) -> dict[str, int]:

@@ -61,7 +61,7 @@ def _asked(settings: Settings) -> Iterator[tuple[str, Any, Feature]]:
 
 
 def problems_of_features(settings: Settings) -> Iterator[str]:
-    """Find features that do not work here. Called when ``DeepSpeed`` is constructed.
+    """Find features that do not work here. Called when the plan is made.
 
     Args:
         settings (Settings): What the user gave to ``DeepSpeed``.

@@ -22,6 +22,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_ds.faces.face import face_class
 from composer_ds.partitions import Partitions, full_shape
 from composer_ds.whole import make_whole
 
@@ -235,14 +236,7 @@ def partition_averages(algorithms: list[Algorithm], partitions: Partitions, mode
     faces = []
     for index, algorithm in enumerate(algorithms):
         if isinstance(algorithm, EMA):
-            cls = type(algorithm)
-            members = {
-                '__module__': cls.__module__,
-                '__qualname__': cls.__qualname__,
-                '__doc__': cls.__doc__,
-                '_partitions': partitions,
-            }
-            face = object.__new__(type(cls.__name__, (PartitionedEMA, cls), members))
+            face = object.__new__(face_class(PartitionedEMA, type(algorithm), _partitions=partitions))
             object.__setattr__(face, '__dict__', vars(algorithm))
             # In the place of the whole copy that EMA has made at INIT.
             face.ema_model = PartitionedParameters(partitions, model)

@@ -70,7 +70,6 @@ class TrainerFacts:
         parallelism (tuple[str, ...]): Composer's other ways to shard that are on, such as ``('fsdp',)``.
         optimizer (Any): The user's ``torch.optim.Optimizer``, or None.
         optimizer_from_section (bool): Whether it was built from the ds_config, because the Trainer was given none.
-        number_of_schedulers (int): Of the Trainer.
         hidden_size (int | None): Of the model, where its config names one.
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
@@ -92,7 +91,6 @@ class TrainerFacts:
     parallelism: tuple[str, ...]
     optimizer: Any
     optimizer_from_section: bool
-    number_of_schedulers: int
     hidden_size: int | None
     trained_elements: int
     trained_without_optimizer: tuple[str, ...]
@@ -101,6 +99,11 @@ class TrainerFacts:
     float_buffers: tuple[str, ...]
     scheduler_classes: tuple[str, ...] = ()
     strided_parameters: tuple[str, ...] = ()
+
+    @property
+    def number_of_schedulers(self) -> int:
+        """How many learning-rate schedulers the Trainer has."""
+        return len(self.scheduler_classes)
 
 
 def offload_device(offload: Any) -> str:

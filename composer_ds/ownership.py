@@ -22,7 +22,7 @@ from composer_ds.facts import Settings, TrainerFacts, mapping
 from composer_ds.optimizers import section_builds_the_optimizer, use_fused_kernel
 from composer_ds.precision import complete_precision, notes_on_precision, precision_of, weights_of
 
-__all__ = ['Plan', 'make_plan', 'problems_of']
+__all__ = ['Plan', 'make_plan', 'plan_of', 'problems_of']
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def problems_of(settings: Settings, facts: TrainerFacts) -> list[str]:
 
 
 def make_plan(settings: Settings, facts: TrainerFacts) -> Plan:
-    """Settle who decides what. Called at ``BEFORE_LOAD``, on every rank, with the same answer.
+    """Settle who decides what, or tell everything that stands against it.
 
     Args:
         settings (Settings): What the user gave to ``DeepSpeed``.
@@ -91,6 +91,19 @@ def make_plan(settings: Settings, facts: TrainerFacts) -> Plan:
     problems = problems_of(settings, facts)
     if problems:
         raise ConfigError(problems)
+    return plan_of(settings, facts)
+
+
+def plan_of(settings: Settings, facts: TrainerFacts) -> Plan:
+    """Settle who decides what, where :func:`problems_of` has found nothing.
+
+    Args:
+        settings (Settings): What the user gave to ``DeepSpeed``.
+        facts (TrainerFacts): What the Trainer knows.
+
+    Returns:
+        Plan: What will be run.
+    """
     ds_config, resolved = resolve_auto(settings.ds_config, _known(settings, facts))
     given = Settings(settings.zero_stage, settings.offload_optimizer, settings.offload_param, ds_config)
     stage = max(1, given.stage)

@@ -25,7 +25,7 @@ __all__ = [
 SECTIONS = {'fp32': None, 'amp_bf16': 'bf16', 'amp_fp16': 'fp16'}
 """Composer's precisions that are supported, with the section of the ds_config that each switches on."""
 
-_AUTOCAST_DTYPES = {'bf16': 'bf16', 'bfloat16': 'bf16', 'torch.bfloat16': 'bf16'}
+_AUTOCAST_DTYPES = ('bf16', 'bfloat16', 'torch.bfloat16')
 
 
 def precision_of(settings: Settings, facts: TrainerFacts) -> str:

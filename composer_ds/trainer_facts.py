@@ -17,10 +17,10 @@ from composer_ds.errors import ConfigError, TrainingError
 from composer_ds.faces import ModelFace
 from composer_ds.facts import Settings, TrainerFacts
 from composer_ds.optimizers import problems_of_schedulers
-from composer_ds.ownership import Plan, make_plan, problems_of
+from composer_ds.ownership import Plan, plan_of, problems_of
 from composer_ds.partitions import full_numel
 
-__all__ = ['agreed_plan', 'check_still_frozen', 'check_still_ours', 'facts_of', 'parameters_of']
+__all__ = ['agreed_plan', 'check_still_frozen', 'check_still_ours', 'facts_of', 'facts_of_model', 'parameters_of']
 
 
 def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts:
@@ -36,10 +36,6 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         TrainerFacts: Alike on all ranks.
     """
     optimizers = ensure_tuple(state.optimizers)
-    held = parameters_of(*optimizers)
-    parameters = dict(state.model.named_parameters())
-    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    frozen = (name for name, p in parameters.items() if not p.requires_grad and p.is_floating_point())
     dataloader = state.train_dataloader
     own_size = getattr(dataloader, 'batch_size', None)
     sizes = dist.all_gather_object(None if dataloader is None else (own_size,))
@@ -57,16 +53,34 @@ def facts_of(state: State, optimizer_from_section: bool = False) -> TrainerFacts
         ),
         optimizer=optimizers[0] if optimizers else None,
         optimizer_from_section=optimizer_from_section,
-        number_of_schedulers=len(state.schedulers),
         scheduler_classes=tuple(type(scheduler).__name__ for scheduler in state.schedulers),
-        hidden_size=hidden_size_of(state.model),
-        trained_elements=sum(full_numel(parameter) for parameter in trainable.values()),
-        trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
-        scalar_parameters=tuple(name for name, parameter in parameters.items() if parameter.dim() == 0),
-        strided_parameters=tuple(name for name, parameter in parameters.items() if not parameter.is_contiguous()),
-        frozen_parameters=tuple(frozen),
-        float_buffers=tuple(name for name, buffer in state.model.named_buffers() if buffer.is_floating_point()),
+        **facts_of_model(state.model, *optimizers),
     )
+
+
+def facts_of_model(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Read what of the facts the model alone decides, with the optimizer that holds its parameters.
+
+    Args:
+        model (torch.nn.Module): The model.
+        *optimizers (torch.optim.Optimizer): One, or none.
+
+    Returns:
+        dict[str, Any]: Fields of :class:`TrainerFacts`.
+    """
+    held = parameters_of(*optimizers)
+    parameters = dict(model.named_parameters())
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    frozen = (name for name, p in parameters.items() if not p.requires_grad and p.is_floating_point())
+    return {
+        'hidden_size': hidden_size_of(model),
+        'trained_elements': sum(full_numel(parameter) for parameter in trainable.values()),
+        'trained_without_optimizer': tuple(name for name, parameter in trainable.items() if parameter not in held),
+        'scalar_parameters': tuple(name for name, parameter in parameters.items() if parameter.dim() == 0),
+        'strided_parameters': tuple(name for name, parameter in parameters.items() if not parameter.is_contiguous()),
+        'frozen_parameters': tuple(frozen),
+        'float_buffers': tuple(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
+    }
 
 
 def parameters_of(*optimizers: torch.optim.Optimizer) -> set[torch.nn.Parameter]:
@@ -105,7 +119,7 @@ def agreed_plan(settings: Settings, facts: TrainerFacts) -> Plan:
         ConfigError: On every rank, with the problems of all ranks.
     """
     _raise_together(problems_of(settings, facts))
-    return make_plan(settings, facts)
+    return plan_of(settings, facts)
 
 
 def _raise_together(problems: list[str]) -> None:

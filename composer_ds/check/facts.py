@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from composer_ds.auto_values import hidden_size_of
 from composer_ds.facts import TrainerFacts
-from composer_ds.trainer_facts import parameters_of
+from composer_ds.trainer_facts import facts_of_model
 
 __all__ = ['as_rank_0_of', 'expected_facts']
 
@@ -28,7 +27,7 @@ def expected_facts(
     trained_elements: int = 0,
     hidden_size: int | None = None,
     parts: tuple[Any, ...] = (),
-    number_of_schedulers: int = 0,
+    scheduler_classes: tuple[str, ...] = (),
 ) -> TrainerFacts:
     """Say what ``composer_ds.trainer_facts.facts_of`` would find on every rank.
 
@@ -43,17 +42,16 @@ def expected_facts(
         trained_elements (int): Without a model: elements of all parameters.
         hidden_size (int | None): Without a model: its width.
         parts (tuple[Any, ...]): Algorithms and callbacks.
-        number_of_schedulers (int): Of the Trainer.
+        scheduler_classes (tuple[str, ...]): The names of the schedulers' classes.
 
     Returns:
         TrainerFacts: Of every rank alike.
     """
-    parameters = dict(model.named_parameters()) if model is not None else {}
-    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    held = parameters_of(*([optimizer] if optimizer is not None else []))
-    if model is not None:
-        trained_elements = sum(parameter.numel() for parameter in trainable.values())
-        hidden_size = hidden_size_of(model)
+    of_model = facts_of_model(
+        torch.nn.Module() if model is None else model, *([] if optimizer is None else [optimizer])
+    )
+    if model is None:
+        of_model |= {'trained_elements': trained_elements, 'hidden_size': hidden_size}
     return TrainerFacts(
         precision=precision,
         on_cpu=on_cpu,
@@ -66,15 +64,8 @@ def expected_facts(
         parallelism=(),
         optimizer=optimizer,
         optimizer_from_section=False,
-        number_of_schedulers=number_of_schedulers,
-        hidden_size=hidden_size,
-        trained_elements=trained_elements,
-        trained_without_optimizer=tuple(name for name, parameter in trainable.items() if parameter not in held),
-        scalar_parameters=tuple(name for name, parameter in parameters.items() if parameter.dim() == 0),
-        frozen_parameters=tuple(
-            name for name, p in parameters.items() if not p.requires_grad and p.is_floating_point()
-        ),
-        float_buffers=tuple(name for name, one in model.named_buffers() if one.is_floating_point()) if model else (),
+        scheduler_classes=scheduler_classes,
+        **of_model,
     )
 
 

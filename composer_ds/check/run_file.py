@@ -72,7 +72,7 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
         optimizer=optimizer,
         model=task.model,
         parts=(*task.callbacks, *callbacks),
-        number_of_schedulers=int(scheduler is not None),
+        scheduler_classes=() if scheduler is None else (type(scheduler).__name__,),
     )
     settings = Settings(None, None, None, {})
     if config.deepspeed is not None:

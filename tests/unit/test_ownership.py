@@ -11,6 +11,7 @@ from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import LRMonitor
 from composer.optim import DecoupledSGDW
 
+from composer_ds.check.facts import expected_facts
 from composer_ds.conflicts import problems_of_settings
 from composer_ds.errors import ConfigError
 from composer_ds.facts import Settings, TrainerFacts
@@ -28,7 +29,6 @@ FACTS = TrainerFacts(
     parallelism=(),
     optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=0.01),
     optimizer_from_section=False,
-    number_of_schedulers=0,
     hidden_size=None,
     trained_elements=1000,
     trained_without_optimizer=(),
@@ -204,7 +204,7 @@ WARMUP = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 700}}
         (settings(optimizer={'type': 'AdamW', 'params': {'lr': 0.1}}), {}, ['lr=0.1 (Trainer: 0.01)', 'owner']),
         (settings(optimizer={'type': 'Adam', 'params': {'lr': 'auto'}}), {}, ['AdamW', "type='Adam'"]),
         (settings(scheduler=WARMUP), {}, ['WarmupLR', "ConstantWithWarmupScheduler(t_warmup='700ba')"]),
-        (settings(scheduler=WARMUP), {'number_of_schedulers': 1}, ['WarmupLR', 'Trainer(schedulers=']),
+        (settings(scheduler=WARMUP), {'scheduler_classes': ('LambdaLR',)}, ['WarmupLR', 'Trainer(schedulers=']),
         (settings(scheduler={'type': 'WarmupLR', 'params': {'warmup_num_steps': 'auto'}}), {}, ['WarmupLR']),
         (settings(zero_optimization={'sub_group_size': 'auto'}), {}, ['sub_group_size', "'auto'"]),
     ],
@@ -216,7 +216,7 @@ def test_conflicts_with_the_trainer(given: Settings, facts: dict, words: list[st
 
 def test_a_schedule_that_is_left_to_the_trainer():
     section = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 'auto', 'warmup_max_lr': 'auto'}}
-    plan = make_plan(settings(scheduler=section), dataclasses.replace(FACTS, number_of_schedulers=1))
+    plan = make_plan(settings(scheduler=section), dataclasses.replace(FACTS, scheduler_classes=('LambdaLR',)))
     assert 'scheduler' not in plan.ds_config and "the Trainer's schedule" in plan.notes[0]
 
 
@@ -293,3 +293,13 @@ def test_the_table_of_decisions():
     assert rows['accumulation'].value == 2 and rows['global batch'].value == 16
     assert rows['zero_optimization.sub_group_size'].owner == 'DeepSpeed'
     assert rows['zero_optimization.reduce_bucket_size'].owner == 'composer_ds'
+
+
+def test_a_check_without_a_trainer_sees_the_model_as_a_trainer_does():
+    model = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    facts = expected_facts(
+        world_size=2, precision='fp32', on_cpu=True, batch_size=8, microbatch_size=4, model=model,
+        optimizer=torch.optim.SGD([model.weight], lr=0.1),
+    )  # fmt: skip
+    assert facts.strided_parameters == ('weight',) and facts.trained_without_optimizer == ('bias',)
+    assert facts.trained_elements == 2 * 3 * 9 + 3
