@@ -28,11 +28,10 @@ Composer's loop, with what this algorithm does in it::
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from composer import Algorithm
 from composer.algorithms import GradientClipping
 from composer.core import Event, Precision, State
@@ -40,27 +39,17 @@ from composer.loggers import Logger
 from composer.utils import dist, ensure_tuple
 
 from composer_ds.announcements import announce, block_of
-from composer_ds.autocast import autocast_inside
+from composer_ds.assembly import assemble
 from composer_ds.batches import batches_per_optimizer_step
-from composer_ds.clock import Clock
 from composer_ds.counts import OptimizerSteps
 from composer_ds.ds_config import read_ds_config
-from composer_ds.ema import partition_averages
-from composer_ds.engine import EngineCloser, broadcast_buffers, build_engine, check_environment, close_engine
+from composer_ds.engine import EngineCloser, broadcast_buffers, check_environment
 from composer_ds.errors import ConfigError
-from composer_ds.evaluation import EvaluationForward
-from composer_ds.faces import ModelFace, OptimizerFace, ScalerFace, model_face, optimizer_face
+from composer_ds.faces import ScalerFace
 from composer_ds.facts import Settings
-from composer_ds.gradients import GradientTracker
-from composer_ds.loss_scaling import LossScale
-from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
-from composer_ds.partitioned_optimizer import partitioned_optimizer
-from composer_ds.partitions import Partitions
-from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of, parameters_of
-from composer_ds.whole import leave_partitioned, make_whole
-from composer_ds.windows import Window
+from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of
 
 __all__ = ['DeepSpeed']
 
@@ -110,11 +99,9 @@ class DeepSpeed(Algorithm):
         self.plan: Plan | None = None
         self.ds_engine: Any = None
         """The ``deepspeed.DeepSpeedEngine``, from ``BEFORE_LOAD`` until the Trainer is closed."""
-        self._undo: list[Callable[[], None]] = []
-        """What to call when the Trainer is closed."""
         self._optimizer_from_section = False
-        self._clock: Any = None
-        """The ``Clock``, from ``BEFORE_LOAD`` on."""
+        self._assembly: Any = None
+        """The ``Assembly``, from ``BEFORE_LOAD`` on."""
         self._counts_were_loaded = False
         self._handlers = {
             Event.INIT: self._init,
@@ -185,61 +172,26 @@ class DeepSpeed(Algorithm):
         state.callbacks.append(EngineCloser(self.close))
         # Their work is DeepSpeed's now.
         state.algorithms = [part for part in state.algorithms if not isinstance(part, GradientClipping)]
-        self._build(state, plan, logger)
-
-    def _build(self, state: State, plan: Plan, logger: Logger) -> None:
-        model, client = state.model, ensure_tuple(state.optimizers)[0]
-        make_whole(model)
-        held = parameters_of(client)
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in held}
-        optimizer = partitioned_optimizer(client, plan.fused_adam)
-        rounded = [parameter for parameter in names if plan.weights != 'fp32' and parameter.is_floating_point()]
-        first = dist.get_global_rank() == 0
-        originals = {p: p.detach().to('cpu', torch.float32, copy=True) if first else None for p in rounded}
-        ds_engine = self.ds_engine = build_engine(model, optimizer, plan.ds_config)
-        broadcast_buffers(model)
-        partitions = Partitions(ds_engine, names)
-        partitions.restore_masters(originals)
-        self._frozen = {name: parameter for name, parameter in model.named_parameters() if parameter not in names}
-        self._taken = frozenset(model.parameters())
-        optimizer.bind(partitions)
-        self._gradients = GradientTracker(partitions)
-        self._even_microbatches = EvenMicrobatches(state, plan.zero_stage)
-        self._undo.append(self._gradients.close)
-        if plan.autocast_dtype is not None:
-            device_type = torch.device(ds_engine.device).type  # pyright: ignore[reportArgumentType]
-            handles = autocast_inside(model, device_type, plan.autocast_dtype)
-            self._undo += [handle.remove for handle in handles]
-        state.model = model_face(model, ds_engine, partitions)
-        self._undo.append(partition_averages(state.algorithms, partitions, model))
-        if plan.precision == 'amp_fp16':
-            state.scaler = ScalerFace(ds_engine)
-        window, loss_scale = Window(ds_engine), LossScale(ds_engine.optimizer)
-        clock = Clock(state, logger, self.optimizer_steps, window, loss_scale, self.max_consecutive_skipped_steps)
-        state.optimizers = optimizer_face(
-            client, ds_engine, optimizer, self._gradients, self._even_microbatches, window, loss_scale,
-            clock.after_optimizer_step,
-        )  # fmt: skip
-        clock.take_schedulers()
-        self._clock = clock
-        self._evaluation = EvaluationForward(ds_engine, plan)
+        self._assembly = assemble(state, logger, plan, self.optimizer_steps, self.max_consecutive_skipped_steps)
+        self.ds_engine = self._assembly.ds_engine
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
-        facts = check_still_ours(state, self.plan, self.settings, self._taken)
-        self._clock.fit_start(batches_per_optimizer_step(self.settings.ds_config, facts))
+        facts = check_still_ours(state, self.plan, self.settings, self._assembly.taken)
+        self._assembly.clock.fit_start(batches_per_optimizer_step(self.settings.ds_config, facts))
         if self.plan.precision == 'amp_fp16' and not isinstance(state.scaler, ScalerFace):
             state.scaler = ScalerFace(self.ds_engine)  # fit(precision=...) has made a new one
-        announce(block_of(self.plan, state, self._clock.window.size))  # collective: the ranks' batch sizes are added up
+        # Collective: the ranks' batch sizes are added up.
+        announce(block_of(self.plan, state, self._assembly.clock.window.size))
 
     def _after_load(self, state: State, logger: Logger) -> None:
-        self._clock.after_load(self._counts_were_loaded)
+        self._assembly.clock.after_load(self._counts_were_loaded)
 
     def _batch_start(self, state: State, logger: Logger) -> None:
-        self._clock.batch_start()
+        self._assembly.clock.batch_start()
 
     def _settle(self, event: Event, state: State, logger: Logger) -> None:
-        self._clock.settle(event)
+        self._assembly.clock.settle(event)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is part of a checkpoint: the counts of optimizer steps. Called on every rank.
@@ -247,7 +199,7 @@ class DeepSpeed(Algorithm):
         Returns:
             dict[str, Any]: In plain types.
         """
-        counts = self.optimizer_steps.state_dict() if self._clock is None else self._clock.state_dict()
+        counts = self.optimizer_steps.state_dict() if self._assembly is None else self._assembly.clock.state_dict()
         return {**super().state_dict(), 'optimizer_steps': counts}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
@@ -259,25 +211,25 @@ class DeepSpeed(Algorithm):
         """
         counts = state.get('optimizer_steps')
         self._counts_were_loaded = counts is not None
-        if self._clock is not None and counts is not None:
-            self._clock.load_state_dict(counts)
+        if self._assembly is not None and counts is not None:
+            self._assembly.clock.load_state_dict(counts)
 
     def _before_train_batch(self, state: State, logger: Logger) -> None:
-        check_still_frozen(self._frozen)
+        check_still_frozen(self._assembly.frozen)
         broadcast_buffers(state.model)
 
     def _before_forward(self, state: State, logger: Logger) -> None:
-        self._even_microbatches.remember()
+        self._assembly.even_microbatches.remember()
 
     def _after_backward(self, state: State, logger: Logger) -> None:
-        self._gradients.after_backward()
+        self._assembly.gradients.after_backward()
         self.optimizer_steps.microbatches += 1
 
     def _before_eval_forward(self, state: State, logger: Logger) -> None:
-        self._evaluation.enter()
+        self._assembly.evaluation.enter()
 
     def _after_eval_forward(self, state: State, logger: Logger) -> None:
-        self._evaluation.leave()
+        self._assembly.evaluation.leave()
 
     def close(self, state: State) -> None:
         """Take the engine down. Called when the Trainer is closed, on every rank.
@@ -287,13 +239,5 @@ class DeepSpeed(Algorithm):
         """
         if self.ds_engine is None:
             return
-        ds_engine, self.ds_engine = self.ds_engine, None
-        while self._undo:
-            self._undo.pop()()
-        close_engine(ds_engine)
-        for face in (state.model, *ensure_tuple(state.optimizers)):
-            if isinstance(face, ModelFace | OptimizerFace):
-                type(face)._ds_engine = None
-        assert self.plan is not None
-        if self.plan.zero_stage == 3:
-            leave_partitioned(ds_engine.module)
+        self.ds_engine = None
+        self._assembly.close(state)
