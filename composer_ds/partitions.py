@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from composer_ds.consolidation import consolidate, is_saving, stand_in
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
@@ -93,9 +95,11 @@ class Fragment:
             whole (torch.Tensor): A tensor with as many elements as the whole parameter.
 
         Returns:
-            torch.Tensor: A view of shape ``(numel,)``.
+            torch.Tensor: Shape ``(numel,)``; a view where the whole tensor is contiguous.
         """
-        return whole.reshape(-1).narrow(0, self.start, self.numel)
+        run = whole.reshape(-1).narrow(0, self.start, self.numel)
+        # Of a tensor that is not contiguous, reshape has made a whole copy, which must not live on in the run.
+        return run if whole.is_contiguous() else run.clone()
 
 
 @dataclass(eq=False)
@@ -158,8 +162,7 @@ class Partitions:
     def assemble(self, name: str, mine: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Put a whole tensor together from the runs that the ranks own.
 
-        Collective: every rank calls it, for the same names in the same order. Each run is broadcast by its owner, so
-        every byte is sent once.
+        Collective: every rank calls it, for the same names in the same order.
 
         Args:
             name (str): A trained parameter's name.
@@ -167,18 +170,9 @@ class Partitions:
             dtype (torch.dtype): The dtype of the result, alike on all ranks.
 
         Returns:
-            torch.Tensor: The whole tensor, flattened, on the device that communicates.
+            torch.Tensor: The whole tensor, flattened, as :func:`~composer_ds.consolidation.consolidate` returns it.
         """
-        total = sum(numel for _, _, numel in self.runs[name])
-        whole = torch.empty(total, dtype=dtype, device=self.ds_engine.device)
-        for rank, start, numel in self.runs[name]:
-            run = whole.narrow(0, start, numel)
-            if rank == dist.get_rank():
-                assert mine is not None
-                run.copy_(mine)
-            if dist.get_world_size() > 1:
-                dist.broadcast(run, src=rank)
-        return whole
+        return consolidate(self.runs[name], mine, dtype, torch.device(self.ds_engine.device))  # pyright: ignore[reportArgumentType]
 
     def whole_master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the fp32 master weights of one parameter, whole.
@@ -189,11 +183,36 @@ class Partitions:
             parameter (torch.nn.Parameter): A trained parameter.
 
         Returns:
-            torch.Tensor: fp32, of the parameter's full shape.
+            torch.Tensor: fp32, of the parameter's full shape; as :meth:`assemble` returns it.
         """
         name = self.names[parameter]
+        if parameter.dtype == torch.float32 and not hasattr(parameter, 'ds_id'):
+            # ZeRO 1 and 2 in fp32: every rank computes with all master weights.
+            whole = parameter.detach()
+            if not is_saving():
+                return whole.clone()
+            return whole.to('cpu', copy=True) if dist.get_rank() == 0 else stand_in(whole.shape, whole.dtype)
         fragment = self.fragment(name)
         return self.assemble(name, None if fragment is None else fragment.master).view(full_shape(parameter))
+
+    def whole_frozen(self, parameter: Any) -> torch.Tensor:
+        """Return the weights of a parameter that is not trained, but cut over the ranks under ZeRO 3.
+
+        Collective.
+
+        Args:
+            parameter (Any): With the attributes that ``deepspeed.zero`` hangs on a parameter.
+
+        Returns:
+            torch.Tensor: Of the parameter's full shape; as :meth:`assemble` returns it.
+        """
+        longest, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
+        starts = range(0, total, longest) if total else ()
+        runs = [(rank, start, min(longest, total - start)) for rank, start in enumerate(starts)]
+        rank = dist.get_rank()
+        mine = parameter.ds_tensor.detach()[: runs[rank][2]] if rank < len(runs) else None
+        whole = consolidate(runs, mine, parameter.ds_tensor.dtype, torch.device(self.ds_engine.device))  # pyright: ignore[reportArgumentType]
+        return whole.view(full_shape(parameter))
 
     def restore_masters(self, originals: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Write the weights of before the engine into the master weights, which DeepSpeed has made from 16-bit weights.

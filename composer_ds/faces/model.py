@@ -69,7 +69,8 @@ class ModelFace(torch.nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore
         """Return the whole weights under the user's names: fp32 master weights, whatever ZeRO stage and precision.
 
-        Collective: every rank calls it and gets all tensors. Tied weights are listed under every name.
+        Collective: every rank calls it and gets all tensors, but while Composer saves a checkpoint: then rank 0 alone
+        does, in host memory, and the others get tensors without memory. Tied weights are listed under every name.
 
         Args:
             *args (Any): As in ``torch.nn.Module.state_dict``.
@@ -92,11 +93,8 @@ class ModelFace(torch.nn.Module):
         if isinstance(tensor, torch.nn.Parameter):
             if tensor in self._partitions.names:
                 return self._partitions.whole_master(tensor)
-            if hasattr(tensor, 'ds_id'):  # frozen, under ZeRO 3
-                import deepspeed
-
-                with deepspeed.zero.GatheredParameters([tensor]):
-                    return tensor.detach().clone()
+            if hasattr(tensor, 'ds_id'):
+                return self._partitions.whole_frozen(tensor)
         return tensor
 
     @torch.no_grad()

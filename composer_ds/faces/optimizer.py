@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from composer.utils import dist
 
 from composer_ds.errors import ComposerDSError, TrainingError
 from composer_ds.faces.face import face_class
@@ -126,7 +127,8 @@ class OptimizerFace(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the whole optimizer state in torch's own layout, as the user's optimizer would have it without ZeRO.
 
-        Collective: every rank calls it and gets all tensors.
+        Collective: every rank calls it and gets all tensors, but while Composer saves a checkpoint: then rank 0 alone
+        does, in host memory, and the others get tensors without memory.
 
         Returns:
             dict[str, Any]: ``{'state': {index: {key: value}}, 'param_groups': [...]}``; tensors of the parameters'
@@ -135,7 +137,11 @@ class OptimizerFace(torch.optim.Optimizer):
         indices = {parameter: index for index, parameter in enumerate(self._all_parameters())}
         # Composer's LayerFreezing takes parameters out of the groups, and these have no place in torch's layout.
         held = [parameter for parameter in self._partitions.names if parameter in indices]
-        state = {indices[parameter]: self._whole_state(parameter) for parameter in held}
+        layouts = self._layouts()
+        names = self._partitions.names
+        state = {
+            indices[parameter]: self._whole_state(parameter, layouts.get(names[parameter], {})) for parameter in held
+        }
         groups = []
         for group in self.param_groups:
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != 'params'}
@@ -145,25 +151,33 @@ class OptimizerFace(torch.optim.Optimizer):
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return list(chain.from_iterable(group['params'] for group in self.param_groups))
 
-    def _whole_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    def _layouts(self) -> dict[str, dict[str, Any]]:
+        """What the state of every parameter consists of, as the first rank that owns a run of it tells all. Collective.
+
+        Returns:
+            dict[str, dict[str, Any]]: By the parameter's name and the state's key: the dtype of a tensor that is
+                partitioned, or the value itself, on which the owners agree.
+        """
+        mine = {
+            fragment.name: {
+                key: value.dtype if _is_run(key, value) else value
+                for key, value in self._partitioned.state_of(fragment).items()
+            }
+            for fragment in self._partitions.fragments
+            if self._partitions.runs[fragment.name][0][0] == dist.get_global_rank()
+        }
+        return {name: layout for layouts in dist.all_gather_object(mine) for name, layout in layouts.items()}
+
+    def _whole_state(self, parameter: torch.nn.Parameter, layout: dict[str, Any]) -> dict[str, Any]:
         name = self._partitions.names[parameter]
         fragment = self._partitions.fragment(name)
         mine = {} if fragment is None else self._partitioned.state_of(fragment)
-        # The owners of a parameter agree on its keys, dtypes and scalars; the other ranks learn them from the first.
-        description = {key: ('run', value.dtype) if _is_run(key, value) else value for key, value in mine.items()}
-        runs = self._partitions.runs[name]
-        if not runs:
-            return {}
-        described = [description]
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.broadcast_object_list(described, src=runs[0][0])
-        whole = {}
-        for key, value in described[0].items():
-            if isinstance(value, tuple):
-                whole[key] = self._partitions.assemble(name, mine.get(key), dtype=value[1]).view(full_shape(parameter))
-            else:
-                whole[key] = copy.deepcopy(value)
-        return whole
+        return {
+            key: self._partitions.assemble(name, mine.get(key), dtype=value).view(full_shape(parameter))
+            if isinstance(value, torch.dtype)
+            else copy.deepcopy(value)
+            for key, value in layout.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
