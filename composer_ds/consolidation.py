@@ -30,17 +30,19 @@ def is_saving() -> bool:
     return False
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 'cpu') -> torch.Tensor:
     """Make what the other ranks hold in place of a tensor that rank 0 writes: its shape, without its memory.
 
     Args:
         shape (Sequence[int]): Of the whole tensor.
         dtype (torch.dtype): Of the whole tensor.
+        device (torch.device | str): Where its one element lies. Default: ``'cpu'``.
 
     Returns:
         torch.Tensor: One element, expanded; NaN where the dtype has one, so that nobody takes it for weights.
     """
-    return torch.full((), float('nan') if dtype.is_floating_point else 0, dtype=dtype).expand(tuple(shape))
+    element = torch.full((), float('nan') if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return element.expand(tuple(shape))
 
 
 def consolidate(

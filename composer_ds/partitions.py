@@ -195,25 +195,6 @@ class Partitions:
         fragment = self.fragment(name)
         return self.assemble(name, None if fragment is None else fragment.master).view(full_shape(parameter))
 
-    def whole_frozen(self, parameter: Any) -> torch.Tensor:
-        """Return the weights of a parameter that is not trained, but cut over the ranks under ZeRO 3.
-
-        Collective.
-
-        Args:
-            parameter (Any): With the attributes that ``deepspeed.zero`` hangs on a parameter.
-
-        Returns:
-            torch.Tensor: Of the parameter's full shape; as :meth:`assemble` returns it.
-        """
-        longest, total = parameter.ds_tensor.ds_numel, parameter.ds_numel
-        starts = range(0, total, longest) if total else ()
-        runs = [(rank, start, min(longest, total - start)) for rank, start in enumerate(starts)]
-        rank = dist.get_rank()
-        mine = parameter.ds_tensor.detach()[: runs[rank][2]] if rank < len(runs) else None
-        whole = consolidate(runs, mine, parameter.ds_tensor.dtype, torch.device(self.ds_engine.device))  # pyright: ignore[reportArgumentType]
-        return whole.view(full_shape(parameter))
-
     def restore_masters(self, originals: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Write the weights of before the engine into the master weights, which DeepSpeed has made from 16-bit weights.
 
@@ -257,7 +238,7 @@ def _fragments(zero_optimizer: Any, names: dict[Any, str]) -> Iterator[Fragment]
         return
     flats = flat_partitions(zero_optimizer)
     for parameter, name in names.items():
-        mapping = parameter._hp_mapping
+        mapping = getattr(parameter, '_hp_mapping', None)  # DeepSpeed leaves parameters without elements out
         if mapping is not None:
             flat = flats[mapping.param_group_index]
             master, working = mapping.hp_fragment_address, mapping.lp_fragment_address

@@ -8,7 +8,6 @@ belongs to the face alone is therefore kept on its class.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composer_ds.errors import ComposerDSError
 from composer_ds.faces.face import face_class
+from composer_ds.faces.loading import loading_into_partitions
 from composer_ds.faces.outputs import make_outputs_visible
-from composer_ds.partitions import Partitions, full_shape
+from composer_ds.frozen import whole_frozen
+from composer_ds.partitions import Partitions
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -82,19 +83,29 @@ class ModelFace(torch.nn.Module):
         kwargs['keep_vars'] = True  # hands out the parameters themselves, by which the partitions know them
         wholes: dict[int, torch.Tensor] = {}
         state = self._user_model.state_dict(*args, **kwargs)
+        known = {id(tensor) for tensor in (*self._user_model.parameters(), *self._user_model.buffers())}
         for name, value in state.items():
             if torch.is_tensor(value):
+                if value.numel() == 0 and id(value) not in known and self._is_cut:
+                    raise ComposerDSError(
+                        f'{type(self).__name__}.state_dict() computes {name} from the weights, and under ZeRO 3 these '
+                        'are empty outside of the forward pass; return the parameters themselves, or use ZeRO 2'
+                    )
                 if id(value) not in wholes:
                     wholes[id(value)] = self._whole(value).detach()
                 state[name] = wholes[id(value)]
         return state
+
+    @property
+    def _is_cut(self) -> bool:
+        return any(hasattr(parameter, 'ds_id') for parameter in self._user_model.parameters())
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
             if tensor in self._partitions.names:
                 return self._partitions.whole_master(tensor)
             if hasattr(tensor, 'ds_id'):
-                return self._partitions.whole_frozen(tensor)
+                return whole_frozen(tensor, torch.device(self._partitions.ds_engine.device))  # pyright: ignore[reportArgumentType]
         return tensor
 
     @torch.no_grad()
@@ -114,44 +125,10 @@ class ModelFace(torch.nn.Module):
             _IncompatibleKeys: Missing and unexpected names.
 
         Raises:
-            RuntimeError: For names (when strict) or shapes that do not fit, all at once.
+            RuntimeError: torch's own, for names (when strict) or shapes that do not fit, all at once.
         """
-        mine: dict[str, Any] = OrderedDict(self._user_model.state_dict(keep_vars=True))
-        missing = [name for name in mine if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in mine]
-        problems = [
-            f'{name}: the checkpoint has shape {tuple(state_dict[name].shape)}, the model {tuple(_shape(mine[name]))}'
-            for name in mine
-            if name in state_dict
-            and torch.is_tensor(mine[name])
-            and torch.Size(state_dict[name].shape) != _shape(mine[name])
-        ]
-        if strict and missing:
-            problems.append(f'missing: {", ".join(missing)}')
-        if strict and unexpected:
-            problems.append(f'unexpected: {", ".join(unexpected)}')
-        if problems:
-            raise RuntimeError(f'The weights do not fit {type(self).__name__}:\n  ' + '\n  '.join(problems))
-        with self._partitions.writing_masters():
-            for name in mine:
-                if name in state_dict:
-                    self._load(name, mine[name], state_dict[name])
-        return _IncompatibleKeys(missing, unexpected)
-
-    def _load(self, name: str, mine: Any, value: Any) -> None:
-        if name.endswith('_extra_state'):
-            self._user_model.get_submodule(name.rpartition('.')[0]).set_extra_state(value)
-        elif isinstance(mine, torch.nn.Parameter) and mine in self._partitions.names:
-            fragment = self._partitions.fragment(self._partitions.names[mine])
-            if fragment is not None:
-                fragment.master.copy_(fragment.cut(value))
-        elif hasattr(mine, 'ds_id'):  # frozen, under ZeRO 3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([mine], modifier_rank=0):
-                mine.copy_(value)
-        else:
-            mine.copy_(value)
+        with loading_into_partitions(self._partitions, self._user_model):
+            return self._user_model.load_state_dict(state_dict, strict=strict)
 
     def __eq__(self, other: object) -> bool:
         """Be the same model as the user's object, which hooks (as those of Composer's ActivationMonitor) are given."""
@@ -171,10 +148,6 @@ class ModelFace(torch.nn.Module):
             f'{type(self).__name__} is run by a DeepSpeed engine and cannot be copied or pickled. '
             'Load state.model.state_dict() into a new instance of your model.'
         )
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    return full_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor.shape
 
 
 def model_face(model: torch.nn.Module, ds_engine: DeepSpeedEngine, partitions: Partitions) -> ModelFace:

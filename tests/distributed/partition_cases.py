@@ -69,9 +69,9 @@ def constants_come_back(strategy: str) -> None:
     with torch.no_grad():
         assert face([torch.randn(4, 5)]).tolist() == [[30.0]] * 4
     for wrong, word in (
-        ({**written, 'extra': torch.zeros(1)}, 'unexpected: extra'),
-        ({name: value for name, value in written.items() if name != 'scale'}, 'missing: scale'),
-        ({**written, 'head.weight': torch.zeros(2, 5)}, 'head.weight: the checkpoint has shape (2, 5)'),
+        ({**written, 'extra': torch.zeros(1)}, 'Unexpected key(s) in state_dict: "extra"'),
+        ({name: value for name, value in written.items() if name != 'scale'}, 'Missing key(s) in state_dict: "scale"'),
+        ({**written, 'head.weight': torch.zeros(2, 5)}, 'size mismatch for head.weight'),
     ):
         try:
             face.load_state_dict(wrong)

@@ -1,0 +1,109 @@
+"""Time and memory of a save and a load of a model of some size. Runs inside rank processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pathlib
+import time
+from typing import Any
+
+import torch
+from composer import ComposerModel, Trainer
+from composer.utils import dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer_ds import DeepSpeed
+
+
+class Wide(ComposerModel):
+    """Square layers without biases; ``width`` squared elements each."""
+
+    def __init__(self, layers: int, width: int):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    def forward(self, batch):
+        return self.net(batch[0])
+
+    def loss(self, outputs, batch):
+        return nn.functional.mse_loss(outputs, batch[1])
+
+
+class Peak:
+    """How much the memory of this process rises inside, at its highest, in bytes: Linux's high-water mark."""
+
+    def __enter__(self):
+        gc.collect()
+        pathlib.Path('/proc/self/clear_refs').write_text('5')
+        self._before = _memory_bytes('VmRSS')
+        return self
+
+    def __exit__(self, *_):
+        self.bytes = _memory_bytes('VmHWM') - self._before
+
+
+def _memory_bytes(field: str) -> int:
+    for line in pathlib.Path('/proc/self/status').read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def _trainer(strategy: dict[str, Any] | None, layers: int, width: int, **arguments: Any) -> Trainer:
+    torch.manual_seed(1)
+    model = Wide(layers, width)
+    generator = torch.Generator().manual_seed(2)
+    dataset = TensorDataset(torch.randn(8, width, generator=generator), torch.randn(8, width, generator=generator))
+    return Trainer(
+        model=model,
+        optimizers=torch.optim.AdamW(model.parameters()),
+        train_dataloader=DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset, shuffle=False)),
+        max_duration='4ba',
+        device='cpu',
+        algorithms=[] if strategy is None else [DeepSpeed(**copy.deepcopy(strategy))],
+        progress_bar=False,
+        **arguments,
+    )
+
+
+def save(strategy: dict[str, Any] | None, path: str, layers: int, width: int, times: int = 1) -> dict[str, float]:
+    """Train a batch and save it a few times.
+
+    Returns:
+        dict[str, float]: ``peak_bytes`` on this rank in the first save, the shortest ``time_sec``, ``file_bytes``.
+    """
+    trainer = _trainer(strategy, layers, width)
+    trainer.fit(duration='1ba')
+    time_sec = []
+    with Peak() as peak:
+        time_sec.append(_timed_save(trainer, path))
+    time_sec += [_timed_save(trainer, path) for _ in range(times - 1)]
+    trainer.close()
+    return {'peak_bytes': peak.bytes, 'time_sec': min(time_sec), 'file_bytes': os.path.getsize(path)}
+
+
+def _timed_save(trainer: Trainer, path: str) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    trainer.save_checkpoint(path)
+    return time.perf_counter() - start
+
+
+def load(strategy: dict[str, Any] | None, path: str, layers: int, width: int) -> dict[str, float]:
+    """Build a Trainer that loads a file.
+
+    Returns:
+        dict[str, float]: ``peak_bytes`` of building and loading, ``built_bytes`` of building alone, on this rank.
+    """
+    with Peak() as built:
+        trainer = _trainer(strategy, layers, width)
+    trainer.close()
+    del trainer
+    with Peak() as loaded:
+        trainer = _trainer(strategy, layers, width, load_path=path)
+    assert trainer.state.timestamp.batch == 1
+    trainer.close()
+    return {'peak_bytes': loaded.bytes, 'built_bytes': built.bytes}
