@@ -22,6 +22,9 @@ Composer's loop, with what this algorithm does in it::
                 OPTIMIZER_STEP                      our own event, when the update was applied
             scheduler.step()                        the scheduler faces move, when an update was applied
             BATCH_END, ...                          the counts are settled; a short last window is stepped
+    Trainer.eval(), and within fit()
+        EVAL_BATCH_START        under ZeRO 3 the ranks' numbers of microbatches are compared
+        model.eval_forward()    beside the engine: evaluation.py has prepared it
     Trainer.close()             the engine is taken down
 """
 
@@ -112,8 +115,7 @@ class DeepSpeed(Algorithm):
             Event.BEFORE_TRAIN_BATCH: self._before_train_batch,
             Event.BEFORE_FORWARD: self._before_forward,
             Event.AFTER_BACKWARD: self._after_backward,
-            Event.EVAL_BEFORE_FORWARD: self._before_eval_forward,
-            Event.EVAL_AFTER_FORWARD: self._after_eval_forward,
+            Event.EVAL_BATCH_START: self._eval_batch_start,
             **{event: functools.partial(self._settle, event) for event in _AFTER_A_BATCH},
         }
 
@@ -225,11 +227,8 @@ class DeepSpeed(Algorithm):
         self._assembly.gradients.after_backward()
         self.optimizer_steps.microbatches += 1
 
-    def _before_eval_forward(self, state: State, logger: Logger) -> None:
-        self._assembly.evaluation.enter()
-
-    def _after_eval_forward(self, state: State, logger: Logger) -> None:
-        self._assembly.evaluation.leave()
+    def _eval_batch_start(self, state: State, logger: Logger) -> None:
+        self._assembly.even_evaluation.batch_start()
 
     def close(self, state: State) -> None:
         """Take the engine down. Called when the Trainer is closed, on every rank.

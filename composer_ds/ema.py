@@ -23,7 +23,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_ds.faces.face import face_class
-from composer_ds.partitions import Partitions, full_shape
+from composer_ds.partitions import Partitions
 from composer_ds.whole import make_whole
 
 __all__ = ['partition_averages']
@@ -116,10 +116,10 @@ class PartitionedParameters(EMAParameters):
         Yields:
             tuple[str, torch.Tensor]: The user's name, and fp32 of the parameter's full shape.
         """
-        for parameter, name in self.partitions.names.items():
+        for name in self.partitions.names.values():
             if name in self.named_parameters_dict:
                 mine = self.named_parameters_dict[name]
-                yield name, self.partitions.assemble(name, mine).view(full_shape(parameter))
+                yield name, self.partitions.assemble(name, mine)
 
     def load(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         """Take whole averages: every rank keeps its own runs.

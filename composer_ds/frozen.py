@@ -31,7 +31,7 @@ def whole_frozen(parameter: Any, device: torch.device) -> torch.Tensor:
     """
     runs, rank = _runs(parameter), dist.get_rank()
     mine = parameter.ds_tensor.detach()[: runs[rank][2]] if rank < len(runs) else None
-    return consolidate(runs, mine, parameter.ds_tensor.dtype, device).view(full_shape(parameter))
+    return consolidate(runs, mine, parameter.ds_tensor.dtype, device, full_shape(parameter))
 
 
 def write_frozen(parameter: Any, whole: torch.Tensor) -> None:

@@ -7,15 +7,17 @@ such batches right. So here the rank with fewer microbatches repeats its last on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from composer.core import Precision, get_precision_context
-from composer.utils import ensure_tuple
+from composer.utils import ensure_tuple, model_eval_mode
 
 from composer_ds.errors import TrainingError
+from composer_ds.no_trace import no_trace
 from composer_ds.windows import microbatches_of
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class EvenMicrobatches:
 
     def __init__(self, state: State, zero_stage: int):
         self.state = state
+        self.zero_stage = zero_stage
         self.active = zero_stage > 1 and dist.get_world_size() > 1
         self._last_microbatch: Any = None
         self._missing = 0
@@ -75,9 +78,7 @@ class EvenMicrobatches:
         self._last_microbatch = None
 
     def _run_without_weight(self) -> None:
-        # Leaves no trace: neither in the gradients, nor in running statistics, nor in the random numbers.
-        buffers = {buffer: buffer.clone() for buffer in self.state.model.buffers()}
-        with torch.random.fork_rng():
+        with no_trace(self.state.model):
             with torch.enable_grad(), get_precision_context(Precision(self.state.precision)):
                 model: Any = self.state.model
                 outputs = model(self._last_microbatch)
@@ -88,6 +89,14 @@ class EvenMicrobatches:
                 assert self.state.scaler is not None
                 total = self.state.scaler.scale(total)  # without it DeepSpeed refuses the backward pass
             total.backward(torch.zeros_like(total))
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+            if self.zero_stage == 3 and self.state.train_metrics:
+                self._run_for_train_metrics(outputs)
+
+    def _run_for_train_metrics(self, outputs: Any) -> None:
+        # The other ranks' forward pass for train metrics gathers weights, unless the model makes do with the outputs.
+        model: Any = self.state.model
+        precision, config = self.state.precision, self.state.precision_config
+        context = get_precision_context(precision, config, fp8_autocast_enabled=False)
+        with torch.no_grad(), model_eval_mode(model), context:
+            # HuggingFaceModel takes the labels out of the batch.
+            model.eval_forward(copy.deepcopy(self._last_microbatch), outputs)

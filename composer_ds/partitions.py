@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from composer_ds.consolidation import consolidate, is_saving, stand_in
+from composer_ds.consolidation import consolidate, consolidate_copy
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -117,10 +117,13 @@ class Partitions:
     ds_engine: DeepSpeedEngine
     names: dict[torch.nn.Parameter, str]
     fragments: list[Fragment] = field(init=False)
+    parameters: dict[str, torch.nn.Parameter] = field(init=False)
+    """By name."""
     runs: dict[str, list[tuple[int, int, int]]] = field(init=False)
     """For each name the runs ``(rank, start, numel)`` of all ranks."""
 
     def __post_init__(self):
+        self.parameters = {name: parameter for parameter, name in self.names.items()}
         self.fragments = list(_fragments(self.ds_engine.optimizer, self.names))
         self._fragment_of = {fragment.name: fragment for fragment in self.fragments}
         self._in_flat: dict[int, list[Fragment]] = defaultdict(list)
@@ -170,9 +173,10 @@ class Partitions:
             dtype (torch.dtype): The dtype of the result, alike on all ranks.
 
         Returns:
-            torch.Tensor: The whole tensor, flattened, as :func:`~composer_ds.consolidation.consolidate` returns it.
+            torch.Tensor: Of the parameter's full shape, as :func:`~composer_ds.consolidation.consolidate` returns it.
         """
-        return consolidate(self.runs[name], mine, dtype, torch.device(self.ds_engine.device))  # pyright: ignore[reportArgumentType]
+        device = torch.device(self.ds_engine.device)  # pyright: ignore[reportArgumentType]
+        return consolidate(self.runs[name], mine, dtype, device, full_shape(self.parameters[name]))
 
     def whole_master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the fp32 master weights of one parameter, whole.
@@ -188,12 +192,9 @@ class Partitions:
         name = self.names[parameter]
         if parameter.dtype == torch.float32 and not hasattr(parameter, 'ds_id'):
             # ZeRO 1 and 2 in fp32: every rank computes with all master weights.
-            whole = parameter.detach()
-            if not is_saving():
-                return whole.clone()
-            return whole.to('cpu', copy=True) if dist.get_rank() == 0 else stand_in(whole.shape, whole.dtype)
+            return consolidate_copy(parameter.detach())
         fragment = self.fragment(name)
-        return self.assemble(name, None if fragment is None else fragment.master).view(full_shape(parameter))
+        return self.assemble(name, None if fragment is None else fragment.master)
 
     def restore_masters(self, originals: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Write the weights of before the engine into the master weights, which DeepSpeed has made from 16-bit weights.

@@ -92,7 +92,7 @@ class ModelFace(torch.nn.Module):
                         'are empty outside of the forward pass; return the parameters themselves, or use ZeRO 2'
                     )
                 if id(value) not in wholes:
-                    wholes[id(value)] = self._whole(value).detach()
+                    wholes[id(value)] = self._whole(value)
                 state[name] = wholes[id(value)]
         return state
 
@@ -106,7 +106,7 @@ class ModelFace(torch.nn.Module):
                 return self._partitions.whole_master(tensor)
             if hasattr(tensor, 'ds_id'):
                 return whole_frozen(tensor, torch.device(self._partitions.ds_engine.device))  # pyright: ignore[reportArgumentType]
-        return tensor
+        return tensor.detach()
 
     @torch.no_grad()
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -20,7 +20,7 @@ from composer_ds.faces.face import face_class
 from composer_ds.loss_scaling import LossScale
 from composer_ds.microbatches import EvenMicrobatches
 from composer_ds.partitioned_optimizer import PartitionedOptimizer
-from composer_ds.partitions import Partitions, full_numel, full_shape
+from composer_ds.partitions import Partitions, full_numel
 from composer_ds.windows import Window
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class OptimizerFace(torch.optim.Optimizer):
         fragment = self._partitions.fragment(name)
         mine = {} if fragment is None else self._partitioned.state_of(fragment)
         return {
-            key: self._partitions.assemble(name, mine.get(key), dtype=value).view(full_shape(parameter))
+            key: self._partitions.assemble(name, mine.get(key), dtype=value)
             if isinstance(value, torch.dtype)
             else copy.deepcopy(value)
             for key, value in layout.items()

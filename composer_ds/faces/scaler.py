@@ -26,6 +26,9 @@ class ScalerFace(GradScaler):
         ds_engine (DeepSpeedEngine): An engine in fp16.
     """
 
+    # The key in Composer's checkpoints, so that plain Composer in fp16 reads ours, and we read its.
+    __qualname__ = 'GradScaler'
+
     def __init__(self, ds_engine: DeepSpeedEngine):
         # Not GradScaler's own __init__: it would switch itself off where there is no GPU.
         self._ds_engine = ds_engine
@@ -117,11 +120,21 @@ class ScalerFace(GradScaler):
         """
         return int(getattr(self._scaler, 'scale_window', 0))
 
-    def _get_growth_tracker(self) -> int:
+    @property
+    def _steps_since_overflow(self) -> int:
+        """0 at first and after an overflow; the scale grows in an optimizer step that begins with the window's length.
+
+        Up to the window's length: what came before the last growth does not matter.
+        """
         scaler = self._scaler
         if not getattr(scaler, 'dynamic', False):
             return 0
-        return max(0, scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+        steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return steps if steps <= 0 else (steps - 1) % scaler.scale_window + 1
+
+    def _get_growth_tracker(self) -> int:
+        # torch's scale grows in the optimizer step that makes its tracker as long as the window: one behind ours.
+        return max(0, self._steps_since_overflow - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale in torch's own layout, with what only DeepSpeed knows beside it.
@@ -135,6 +148,7 @@ class ScalerFace(GradScaler):
             'backoff_factor': self.get_backoff_factor(),
             'growth_interval': self.get_growth_interval(),
             '_growth_tracker': self._get_growth_tracker(),
+            'steps_since_overflow': self._steps_since_overflow,
             'hysteresis': getattr(self._scaler, 'cur_hysteresis', 1),
         }
 
@@ -149,5 +163,5 @@ class ScalerFace(GradScaler):
             return  # a fixed scale is a setting, not a state
         scaler.cur_scale = float(state_dict['scale'])
         scaler.last_overflow_iter = -1
-        scaler.cur_iter = int(state_dict['_growth_tracker'])
+        scaler.cur_iter = int(state_dict.get('steps_since_overflow', state_dict['_growth_tracker'] + 1))
         scaler.cur_hysteresis = int(state_dict.get('hysteresis', scaler.delayed_shift))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import pathlib
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, ComposerModel, Trainer
+from composer import Algorithm, ComposerModel, Trainer
 from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch import nn
@@ -166,51 +165,6 @@ def trainers_in_a_row(strategies: list[str | None]) -> dict[str, torch.Tensor]:
         assert len(model._forward_hooks) == 0
         torch.testing.assert_close(weights_of(trainer), weights, rtol=0, atol=0)
     return weights
-
-
-class _Losses(Callback):
-    def __init__(self):
-        self.losses: list[float] = []
-
-    def batch_end(self, state, logger):
-        self.losses.append(float(state.total_loss_dict['loss/train/total']))
-
-
-def train_and_save(strategy: str | None, optimizer: str, folder: str) -> dict[str, Any]:
-    """Train two epochs, saving after the first."""
-    losses = _Losses()
-    trainer = _trainer(
-        strategy, optimizer=optimizer, save_folder=folder, save_interval='1ep', save_overwrite=True, callbacks=[losses]
-    )
-    trainer.fit()
-    weights = weights_of(trainer)
-    trainer.close()
-    return {'losses': losses.losses, 'weights': weights}
-
-
-def resume(strategy: str | None, optimizer: str, folder: str) -> dict[str, Any]:
-    """Go on from the checkpoint after the first epoch, with a model of other weights to begin with."""
-    losses = _Losses()
-    torch.manual_seed(99)
-    (checkpoint,) = pathlib.Path(folder).glob('ep1-*.pt')
-    trainer = _trainer(strategy, Classifier(), optimizer, load_path=str(checkpoint), callbacks=[losses])
-    trainer.fit()
-    weights = weights_of(trainer)
-    trainer.close()
-    return {'losses': losses.losses, 'weights': weights}
-
-
-def bare_load(folder: str) -> None:
-    """The checkpoint loads into the bare model and the bare optimizer, strictly, without any of this package."""
-    (checkpoint,) = pathlib.Path(folder).glob('ep1-*.pt')
-    state = torch.load(checkpoint, weights_only=False)['state']
-    model = Classifier()
-    model.load_state_dict(state['model'], strict=True)
-    (optimizer_state,) = state['optimizers'].values()
-    assert state['optimizers'].keys() == {'AdamW'}
-    for name, parameter in model.named_parameters():
-        saved = optimizer_state['state'][name]
-        assert saved['exp_avg'].shape == parameter.shape and float(saved['step']) == 3 * (2 // dist.get_world_size())
 
 
 class _Opaque:

@@ -1,0 +1,199 @@
+"""Writing a checkpoint tensor by tensor, each put together when its turn has come.
+
+The file is what ``torch.save`` would write: a zip archive with the pickled object in ``data.pkl``, and the elements of
+every storage in a record ``data/N`` of its own. Rank 0 holds two tensors at a time, and receives one while it writes
+the other; the other ranks hold what they are sending.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from composer.utils import dist
+from torch._utils import _rebuild_tensor_v2  # its name stands in every file that torch has written since 1.6
+
+from composer_ds.consolidation import PendingTensor, Scratch
+
+__all__ = ['write_stream']
+
+_ALIGNMENT_BYTES = 64
+"""Where records begin, as torch has them, so that ``torch.load(mmap=True)`` gives aligned tensors."""
+
+
+def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path: str) -> Exception | None:
+    """Write a state dict in which some tensors are yet to be put together.
+
+    Collective: every rank calls it; rank 0 writes. An error with the file is returned and not raised, because the other
+    ranks are in the middle of sending: rank 0 takes what they send, and leaves the file.
+
+    Args:
+        state_dict (dict[str, Any]): What to write; only that of rank 0 counts.
+        pending (list[PendingTensor]): All tensors that may be in it, in an order that is alike on all ranks.
+        path (str): The file.
+
+    Returns:
+        Exception | None: What went wrong with the file, on rank 0.
+    """
+    numbers: list[Any] = [None]
+    if dist.get_global_rank() == 0:
+        pickler = _Pickler()
+        number_of = {id(tensor): number for number, tensor in enumerate(pending)}
+        try:
+            pickler.dump(state_dict)
+            numbers = [[number_of[id(tensor)] for tensor in pickler.pending]]
+        except Exception as error:  # an object that cannot be pickled
+            numbers = [error]
+    dist.broadcast_object_list(numbers, src=0)
+    if isinstance(numbers[0], Exception):
+        return numbers[0] if dist.get_global_rank() == 0 else None
+    arriving = _in_turn(pending[number] for number in numbers[0])
+    if dist.get_global_rank() != 0:
+        for _ in arriving:
+            pass
+        return None
+    try:
+        with _Archive(path) as archive:
+            archive.write('data.pkl', pickler.pickled.getbuffer())
+            archive.write('byteorder', sys.byteorder.encode())
+            for number, storage in enumerate(pickler.records):
+                whole = next(arriving) if isinstance(storage, PendingTensor) else storage.cpu()
+                archive.write(f'data/{number}', _bytes_of(whole))
+            archive.write('version', b'3\n')
+    except Exception as error:
+        for _ in arriving:
+            pass
+        return error
+    return None
+
+
+def _in_turn(tensors: Iterable[PendingTensor]) -> Iterator[torch.Tensor | None]:
+    """Put one tensor after the other together, the next one while the last is in use. Collective."""
+    scratches = Scratch(), Scratch()
+    finish = None
+    for number, tensor in enumerate(tensors):
+        finish_next = tensor.begin(scratches[number % 2])
+        if finish is not None:
+            yield finish()
+        finish = finish_next
+    if finish is not None:
+        yield finish()
+
+
+def _bytes_of(data: Any) -> Any:
+    if isinstance(data, torch.UntypedStorage):
+        data = torch.tensor([], dtype=torch.uint8).set_(data)
+    return memoryview(data.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class _Pickler:
+    """Pickles as ``torch.save`` does, with every storage as a reference to a record."""
+
+    def __init__(self):
+        self.pickled = io.BytesIO()
+        self.records: list[PendingTensor | torch.UntypedStorage] = []
+        """What is in each record."""
+        self._number_of: dict[Any, int] = {}
+
+    @property
+    def pending(self) -> list[PendingTensor]:
+        """The records that are yet to be put together, in their order."""
+        return [record for record in self.records if isinstance(record, PendingTensor)]
+
+    def dump(self, obj: Any) -> None:
+        """Pickle an object into :attr:`pickled`.
+
+        Args:
+            obj (Any): A state dict.
+        """
+        owner = self
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, obj: Any) -> Any:
+                if isinstance(obj, _Reference):
+                    return ('storage', _storage_class(obj.pending.dtype), owner.record(obj.pending), 'cpu', obj.numel)
+                if isinstance(obj, torch.storage.TypedStorage):
+                    return (
+                        'storage',
+                        _storage_class(obj.dtype),
+                        owner.record(obj._untyped_storage),
+                        'cpu',
+                        obj._size(),
+                    )
+                if isinstance(obj, torch.UntypedStorage):
+                    return ('storage', torch.UntypedStorage, owner.record(obj), 'cpu', obj.nbytes())
+                return None
+
+            def reducer_override(self, obj: Any) -> Any:
+                if isinstance(obj, PendingTensor):
+                    stride = torch.empty(obj.shape, device='meta').stride()
+                    return _rebuild_tensor_v2, (_Reference(obj), 0, obj.shape, stride, False, OrderedDict())
+                return NotImplemented
+
+        Pickler(self.pickled, protocol=2).dump(obj)
+
+    def record(self, data: PendingTensor | torch.UntypedStorage) -> str:
+        """Return the number of the record for a storage; tensors that share one share its record.
+
+        Args:
+            data (PendingTensor | torch.UntypedStorage): The storage.
+
+        Returns:
+            str: As torch names records.
+        """
+        key = ('storage', data._cdata) if isinstance(data, torch.UntypedStorage) else ('pending', id(data))
+        if key not in self._number_of:
+            self._number_of[key] = len(self.records)
+            self.records.append(data)
+        return str(self._number_of[key])
+
+
+class _Reference:
+    """Stands for the storage of a pending tensor while it is pickled."""
+
+    def __init__(self, pending: PendingTensor):
+        self.pending = pending
+        self.numel = pending.shape.numel()
+
+
+def _storage_class(dtype: torch.dtype) -> Any:
+    return getattr(torch, torch.empty(0, dtype=dtype)._typed_storage()._pickle_storage_type())
+
+
+class _Archive:
+    """A zip archive of the layout that ``torch.load`` reads.
+
+    Args:
+        path (str): The file.
+    """
+
+    def __init__(self, path: str):
+        self._zip = zipfile.ZipFile(path, 'w', zipfile.ZIP_STORED)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._zip.__exit__(*exception)
+
+    def write(self, name: str, data: Any) -> None:
+        """Add a record.
+
+        Args:
+            name (str): Its name in the archive.
+            data (Any): Bytes, or a view of them.
+        """
+        info = zipfile.ZipInfo(f'archive/{name}')
+        # Header, name, the size fields of zip64 that force_zip64 adds, and an extra field of ours for the padding.
+        begins = self._zip.start_dir + 30 + len(info.filename) + 20 + 4
+        padding = -begins % _ALIGNMENT_BYTES
+        info.extra = struct.pack('<2sH', b'FB', padding) + bytes(padding)
+        with self._zip.open(info, 'w', force_zip64=True) as record:
+            record.write(data)
