@@ -5,18 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from composer_ds.errors import ComposerDSError, ConfigError, EnvironmentProblem, ModelOutputError, TrainingError
+from composer_ds.errors import (
+    CheckpointError,
+    ComposerDSError,
+    ConfigError,
+    EnvironmentProblem,
+    ModelOutputError,
+    TrainingError,
+)
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
     from composer_ds.counts import OptimizerSteps, optimizer_steps
     from composer_ds.events import Event
+    from composer_ds.partitioned_construction import partitioned_init
     from composer_ds.wandb_logger import WandBLogger
     from composer_ds.whole import make_whole
 
 __version__ = '0.1.0'
 
 __all__ = [
+    'CheckpointError',
     'ComposerDSError',
     'ConfigError',
     'DeepSpeed',
@@ -28,6 +37,7 @@ __all__ = [
     'WandBLogger',
     'make_whole',
     'optimizer_steps',
+    'partitioned_init',
 ]
 
 # Composer takes seconds to import; `run.py --help` and an error in a YAML file need not wait for it.
@@ -38,6 +48,7 @@ _LAZY = {
     'WandBLogger': 'composer_ds.wandb_logger',
     'make_whole': 'composer_ds.whole',
     'optimizer_steps': 'composer_ds.counts',
+    'partitioned_init': 'composer_ds.partitioned_construction',
 }
 
 

@@ -13,6 +13,7 @@ from composer.utils.checkpoint import save_checkpoint
 
 __all__ = [
     'PendingTensor',
+    'PendingTensorRead',
     'Scratch',
     'consolidate',
     'consolidate_copy',
@@ -140,6 +141,10 @@ class Scratch:
         return self._bytes[:size_bytes].view(dtype)
 
 
+class PendingTensorRead(RuntimeError):
+    """Somebody wants the elements of a :class:`PendingTensor`."""
+
+
 class PendingTensor(torch.Tensor):
     """A tensor of a state dict that is put together when its turn to be written has come.
 
@@ -153,9 +158,8 @@ class PendingTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse: a copy would be written with elements that nobody has gathered."""
-        raise TypeError(
-            f'{func}: while a checkpoint is written in a stream, weights and moments have a shape, but no elements '
-            'yet. An ignore_keys that is a function gets whole tensors.'
+        raise PendingTensorRead(
+            f'{func}: while a checkpoint is written in a stream, weights and moments have a shape, but no elements yet.'
         )
 
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ['ComposerDSError', 'ConfigError', 'EnvironmentProblem', 'ModelOutputError', 'TrainingError']
+__all__ = [
+    'CheckpointError',
+    'ComposerDSError',
+    'ConfigError',
+    'EnvironmentProblem',
+    'ModelOutputError',
+    'TrainingError',
+]
 
 
 class ComposerDSError(Exception):
@@ -34,6 +41,10 @@ class ConfigError(ComposerDSError, ValueError):
 
     def __reduce__(self):
         return type(self), (self.problems,)
+
+
+class CheckpointError(ComposerDSError, RuntimeError):
+    """A checkpoint was not written, or is not complete; raised on every rank."""
 
 
 class EnvironmentProblem(ComposerDSError, RuntimeError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Everything(ComposerModel):
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.fixed_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
         self.late = nn.Parameter(torch.ones(3))
         self.list_of = nn.ParameterList([torch.ones(2, 3), torch.ones(1)])
         self.empty = nn.Parameter(torch.empty(0, 4)) if with_empty else None
@@ -40,8 +42,9 @@ class Everything(ComposerModel):
         self.register_buffer('not_kept', torch.tensor([4.0]), persistent=False)
 
     def forward(self, batch):
-        hidden = self.norm(self.module[0](self.embedding(batch[0])) + self.frozen(self.embedding(batch[0])))
-        inner: Any = self.module[1]
+        outer: Any = self.module
+        hidden = self.norm(outer[0](self.embedding(batch[0])) + self.frozen(self.embedding(batch[0])))
+        inner = outer[1]
         hidden = torch.tanh(inner['module'](hidden)) * self.scale * self.fixed_scale + self.kept.sum()
         extra = (inner['a_b'](hidden) * self.late).sum(1, keepdim=True) + self.list_of[0].sum() + self.list_of[1]
         return self.head(hidden) + extra + self.not_kept + (0 if self.empty is None else self.empty.sum())
@@ -103,6 +106,7 @@ def _loader(kind: str) -> DataLoader:
 def train_and_write(kind: str, strategy: dict[str, Any], path: str) -> None:
     """Make an optimizer step, put numbers in the place of all weights and moments, save all and the adapters alone."""
     from composer_ds import DeepSpeed
+    from composer_ds.checkpoint.writing import save_checkpoint
 
     torch.manual_seed(3)
     model = bare_model(kind)
@@ -131,10 +135,66 @@ def train_and_write(kind: str, strategy: dict[str, Any], path: str) -> None:
                 moments[key] = numbers(held[index], key, moments[key])
     optimizer.load_state_dict(state)
     assert any((before[name] - value).abs().max() > 1 for name, value in face.state_dict().items() if value.numel())
-    trainer.save_checkpoint(f'{path}.pt')
+    trainer.save_checkpoint(f'{path}-whole.pt')
+    save_checkpoint(trainer.state, f'{path}-streamed.pt')
     if kind == 'lora':
-        checkpoint.save_checkpoint(trainer.state, f'{path}-adapters.pt', ignore_keys=ADAPTERS_ONLY, weights_only=True)
+        save_checkpoint(trainer.state, f'{path}-adapters.pt', ignore_keys=ADAPTERS_ONLY, weights_only=True)
     trainer.close()
+
+
+def streamed_as_torch_saves(path: str) -> None:
+    """Write views, shared storages, empty tensors and whatever else to the same effect as ``torch.save``."""
+    from composer_ds.checkpoint.stream import write_stream
+    from composer_ds.consolidation import consolidate, consolidate_copy, consolidating_later
+
+    torch.manual_seed(1)
+    base = torch.randn(5, 7)
+    plain = {
+        'base': base, 'view': base.view(-1)[3:9], 'strided': base.t(), 'parameter': nn.Parameter(torch.ones(2)),
+        'scalar': torch.tensor(3.0), 'integers': torch.arange(5), 'empty': torch.empty(0, 4),
+        'half': torch.randn(3).bfloat16(), 'flags': torch.tensor([True, False]), 'other': [1, 'two', (3.0, None)],
+    }  # fmt: skip
+    # Enough, and of sizes that differ enough, that memory is used again.
+    later = {f'later {size}': torch.randn(size, 3).to(dtype) for size, dtype in (
+        (1, torch.float32), (0, torch.float32), (700, torch.bfloat16), (900, torch.float32), (20, torch.int64),
+    )}  # fmt: skip
+    cut = torch.arange(30.0)
+    rank, world_size = dist.get_global_rank(), dist.get_world_size()
+    runs = [(owner, 30 * owner // world_size, 30 // world_size) for owner in range(world_size)]
+    with consolidating_later() as pending:
+        mine = cut[runs[rank][1] :][: runs[rank][2]]
+        streamed: dict[str, Any] = dict(plain)
+        streamed |= {name: consolidate_copy(whole) for name, whole in later.items()}
+        left_out = consolidate_copy(torch.ones(4))
+        streamed['cut'] = consolidate(runs, mine, torch.float32, torch.device('cpu'), torch.Size((5, 6)))
+        streamed['again'] = streamed['cut']
+    for read in (lambda: streamed['cut'] + 1, left_out.clone, lambda: copy.deepcopy(streamed['cut'])):
+        try:
+            read()
+        except RuntimeError as error:
+            assert 'no elements yet' in str(error)
+        else:
+            raise AssertionError('a copy of nothing')
+    assert write_stream(streamed, pending, path) is None
+    dist.barrier()
+    expected_file = io.BytesIO()
+    whole = cut.view(5, 6)
+    torch.save({**plain, **later, 'cut': whole, 'again': whole}, expected_file)
+    expected_file.seek(0)
+    expected = torch.load(expected_file)
+    for mmap in (False, True):
+        found = torch.load(path, weights_only=True, mmap=mmap)
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            if torch.is_tensor(value):
+                assert type(found[name]) is type(value) and found[name].stride() == value.stride(), name
+                torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+                assert found[name].data_ptr() % 4 == 0
+            else:
+                assert found[name] == value
+        assert found['again'] is found['cut']
+        found['base'][0, 3] = 99
+        assert found['view'][0] == 99 and found['strided'][3, 0] == 99, 'one storage'
 
 
 def what_each_rank_holds(strategy: dict[str, Any], folder: str) -> list[dict[str, tuple[str, int, int]]]:

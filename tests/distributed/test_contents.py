@@ -81,7 +81,11 @@ def test_every_tensor_is_read_by_a_process_without_deepspeed(two_ranks, tmp_path
         [sys.executable, '-c', READER, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count('read') == 3 * len(SOME_STRATEGIES)
+    assert done.stdout.count('read') == 5 * len(SOME_STRATEGIES)
+
+
+def test_a_stream_is_what_torch_saves(two_ranks, tmp_path):
+    two_ranks.run(contents_cases.streamed_as_torch_saves, str(tmp_path / 'streamed.pt'))
 
 
 @pytest.mark.parametrize('strategy', ['zero2', 'zero2-cpu', 'zero3-cut', 'zero3-cut-cpu-params'])
