@@ -27,7 +27,7 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12)
 HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 STAMP := $(VENV)/.complete
 
-.PHONY: help setup mt5 test kills matrix soak lint ruff pyright pydoclint format ci constraints clean
+.PHONY: help setup mt5 test kills matrix benchmark soak lint ruff pyright pydoclint format ci constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ kills: $(STAMP) ## kill training at 80 random moments, and resume after each
 
 matrix: $(STAMP) ## resume checkpoints of every strategy and world size under every other
 	COMPOSER_DS_MATRIX=$${COMPOSER_DS_MATRIX:-covering} python -m pytest -v --timeout 7200 tests/distributed/test_matrix.py tests/distributed/test_resume_16bit.py $(ARGS)
+
+benchmark: $(STAMP) ## time and memory of saving and loading
+	python -m tests.benchmarks.saving $(ARGS)
 
 soak: $(STAMP) ## hundreds of random combinations of settings, against plain Composer
 	COMPOSER_DS_EXAMPLES=400 python -m pytest --timeout 3600 tests/distributed/test_random_settings.py $(ARGS)

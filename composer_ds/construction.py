@@ -77,7 +77,6 @@ class Construction(TorchFunctionMode):
             if ours:
                 self.modules.setdefault(id(module), module)
                 if parameter is not None:
-                    self._adopt(parameter)
                     self._take([parameter])
                     self._cut_some(keep={id(parameter)})
 
@@ -153,7 +152,7 @@ class Construction(TorchFunctionMode):
                 yield from self._parameters_in(argument)
 
     def _adopt(self, parameter: Any) -> None:
-        """Let a parameter made of one that was cut have its values, too."""
+        """Let a parameter made of one that was cut have its values, too. At the latest when it is registered."""
         if _has_values(parameter) and not parameter.numel() and not is_waiting(parameter):
             original = waiting_behind(parameter)
             if original is not None:

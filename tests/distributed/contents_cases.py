@@ -23,6 +23,9 @@ ADAPTERS_ONLY = ['state/model/*base_layer*', 'state/model/*wte*', 'state/model/*
 class Everything(ComposerModel):
     """Frozen, tied, toggled, scalar and (where asked) empty parameters, all kinds of buffers, names with ``module``."""
 
+    kept: torch.Tensor
+    not_kept: torch.Tensor
+
     def __init__(self, with_empty: bool):
         super().__init__()
         self.embedding = nn.Embedding(7, 5)
@@ -43,7 +46,8 @@ class Everything(ComposerModel):
 
     def forward(self, batch):
         outer: Any = self.module
-        hidden = self.norm(outer[0](self.embedding(batch[0])) + self.frozen(self.embedding(batch[0])))
+        frozen: Any = self.frozen
+        hidden = self.norm(outer[0](self.embedding(batch[0])) + frozen(self.embedding(batch[0])))
         inner = outer[1]
         hidden = torch.tanh(inner['module'](hidden)) * self.scale * self.fixed_scale + self.kept.sum()
         extra = (inner['a_b'](hidden) * self.late).sum(1, keepdim=True) + self.list_of[0].sum() + self.list_of[1]

@@ -7,7 +7,7 @@ import torch
 
 from composer_ds import construction
 from tests.distributed import partitioned_init_cases as cases
-from tests.distributed import partitioned_init_refusals
+from tests.distributed import partitioned_init_memory, partitioned_init_refusals
 from tests.distributed.parity_cases import STRATEGIES
 
 # Everything is cut at once; a block is whole at a time; nothing is cut before the end.
@@ -77,9 +77,9 @@ def test_errors(ranks, world_size: int):
 def test_no_rank_holds_the_whole_model(two_ranks):
     layers, side = 16, 1024
     whole_bytes = 4 * layers * side * side
-    for peak in two_ranks.run(cases.peak_bytes, layers, side, partitioned=False):
+    for peak in two_ranks.run(partitioned_init_memory.peak_bytes, layers, side, partitioned=False):
         assert peak >= 0.95 * whole_bytes  # so it is measured
-    for peak in two_ranks.run(cases.peak_bytes, layers, side, partitioned=True):
+    for peak in two_ranks.run(partitioned_init_memory.peak_bytes, layers, side, partitioned=True):
         # Its half, and four layers: a new one, and one that is put together and its parts.
         assert peak < (1 / 2 + 4 / layers) * whole_bytes
 
