@@ -27,7 +27,7 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12)
 HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 STAMP := $(VENV)/.complete
 
-.PHONY: help setup mt5 test kills matrix benchmark soak lint ruff pyright pydoclint format ci constraints clean
+.PHONY: help setup mt5 test slow kills matrix benchmark soak lint ruff pyright pydoclint format ci constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,8 +39,11 @@ setup: $(STAMP) ## create the virtual environment in .venv
 mt5: $(STAMP) ## train mT5 on the CMU Pronouncing Dictionary with N ranks
 	composer -n $(N) run.py -f yamls/mt5.yaml $(ARGS)
 
-test: $(STAMP) ## run the tests
-	python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests, but the slow ones: less than 10 minutes
+	python -m pytest -m 'not slow' $(ARGS)
+
+slow: $(STAMP) ## run the slow tests: about 4 minutes
+	python -m pytest -m slow $(ARGS)
 
 kills: $(STAMP) ## kill training at 80 random moments, and resume after each
 	COMPOSER_DS_KILLS='60 20' python -m pytest --timeout 1800 -s tests/distributed/test_checkpoint_safety.py -k random_moments $(ARGS)

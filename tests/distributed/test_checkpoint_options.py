@@ -53,11 +53,16 @@ def s3():
     s3_server.stop()
 
 
-def test_autoresume_and_object_stores(two_ranks, tmp_path, s3):
+def test_autoresume(two_ranks, tmp_path):
     expected = two_ranks.run(option_cases.autoresume, None, str(tmp_path / 'plain'))[0]
     for strategy in STRATEGIES:
         found = two_ranks.run(option_cases.autoresume, strategy, str(tmp_path / strategy))[0]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=strategy)
+
+
+@pytest.mark.slow
+def test_object_stores(two_ranks, tmp_path, s3):
+    expected = two_ranks.run(option_cases.autoresume, None, str(tmp_path / 'plain'))[0]
     folder = 's3://bucket/checkpoints'
     found = two_ranks.run(option_cases.autoresume, 'zero2', folder, s3)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

@@ -14,7 +14,7 @@ WAYS = [(1, None, None), (1, 'cpu', None), (2, None, None), (2, 'cpu', None),
         (3, None, None), (3, None, 'cpu'), (3, 'cpu', None), (3, 'cpu', 'cpu')]  # fmt: skip
 
 
-@pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
+@pytest.mark.parametrize('dtype', [pytest.param('fp32', marks=pytest.mark.slow), 'bf16'])
 @pytest.mark.parametrize(('world_size', 'model', 'optimizer'), [(1, 'odd', 'momentum'), (2, 'large', 'adamw')])
 def test_every_stage_and_offload(ranks, world_size: int, model: str, optimizer: str, dtype: str):
     ds_config = {'bf16': {'enabled': True}} if dtype == 'bf16' else {}

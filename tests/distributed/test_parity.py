@@ -18,6 +18,7 @@ def test_weights_equal_plain_composer(two_ranks, case: str):
     _assert_equal(two_ranks, case, 'sgd', STAGES_AND_OFFLOAD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', ['does-not-divide', 'groups', 'sometimes', 'uneven'])
 def test_other_buckets_and_weights_that_are_not_cut(two_ranks, case: str):
     _assert_equal(two_ranks, case, 'sgd', [name for name in STRATEGIES if name not in STAGES_AND_OFFLOAD])
@@ -33,6 +34,7 @@ def test_one_rank(one_rank, case: str):
     _assert_equal(one_rank, case, 'sgd', SOME_STRATEGIES)
 
 
+@pytest.mark.slow
 def test_four_ranks(four_ranks):
     for case in ('does-not-divide', 'sometimes'):
         _assert_equal(four_ranks, case, 'sgd', ['zero1-cpu', 'zero2', 'zero3-cut-cpu-params'])

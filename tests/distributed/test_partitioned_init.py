@@ -33,6 +33,7 @@ def test_master_weights_are_not_rounded(ranks, world_size: int):
         ranks(world_size).run(cases.masters_of_16_bits, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['mt5', 'mt5-tied', 'gpt2', 'llama'])
 def test_hugging_face_models(two_ranks, name: str):
     two_ranks.run(cases.hugging_face, name, limit_bytes=100)
@@ -65,7 +66,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize('world_size', [1, 2])
+@pytest.mark.parametrize('world_size', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_errors(ranks, world_size: int):
     for messages in ranks(world_size).run(partitioned_init_refusals.errors):
         assert set(WORDS) - set(messages) == ({'differing'} if world_size == 1 else set())

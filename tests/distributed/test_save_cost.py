@@ -13,7 +13,7 @@ STATE_BYTES = 3 * LAYERS * LARGEST_BYTES
 SLACK_BYTES = 64 * 2**20
 
 
-@pytest.mark.parametrize('strategy', ['zero1', 'zero2-cpu', 'zero3'])
+@pytest.mark.parametrize('strategy', ['zero2-cpu', 'zero3'])
 def test_no_rank_holds_the_state_while_it_is_saved(two_ranks, tmp_path, strategy: str):
     assert STATE_BYTES > 3 * (SLACK_BYTES + LARGEST_BYTES), 'or else the test could not fail'
     path = str(tmp_path / 'checkpoint.pt')

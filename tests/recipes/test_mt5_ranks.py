@@ -26,6 +26,7 @@ def alone() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_ranks_start_from_the_same_weights(two_ranks):
     first, second = two_ranks.run(weights_at_start)
     assert all(torch.equal(first[name], second[name]) for name in first)
