@@ -88,6 +88,12 @@ def _collect(
 
     Collective.
 
+    Args:
+        state (State): Composer's state.
+        path (str): The file.
+        weights_only (bool): Whether to save only the model.
+        ignore_keys (list[str] | Callable[[dict], None] | None): The user's.
+
     Returns:
         tuple[dict[str, Any], list[PendingTensor]] | None: What to write, and all such tensors. None where somebody has
             to see whole tensors (a function of the user's, an algorithm's ``state_dict``), or where the file is

@@ -213,7 +213,8 @@ def round_robin(stage: int) -> dict[str, float]:
         trained = {name: parameter.detach() for name, parameter in _engine(trainer).module.named_parameters()}
         oracle = _weights('divides')
         # Put together by DeepSpeed's record of where each lies, as optimizer state and 16-bit weights are.
-        partitions: Any = type(trainer.state.model)._partitions
+        face: Any = trainer.state.model
+        partitions = face._partitions
         owned = {fragment.name: fragment.master for fragment in partitions.fragments}
         saved = {name: partitions.assemble(name, owned.get(name)) for name in oracle}
         trainer.close()
