@@ -74,6 +74,7 @@ def test_the_block_at_the_start_of_fit(ranks):
     assert 'zero_stage=0' in ranks(1).run(trainer_cases.logged_block, 0, 3, 8)[0]
 
 
+@pytest.mark.slow
 def test_hugging_face_model(ranks):
     for world_size in (1, 2):
         expected = ranks(world_size).run(trainer_cases.hugging_face, None)[0]

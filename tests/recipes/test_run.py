@@ -151,6 +151,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, content, arguments
     assert 'Traceback' not in output
 
 
+@pytest.mark.slow
 def test_a_bug_shows_its_traceback(folder, monkeypatch):
     monkeypatch.setenv('TINY_RECIPE_BUG', '1')
     code, output = run(PYTHON, folder, '-f', 'run.yaml', 'loggers.wandb=false')
