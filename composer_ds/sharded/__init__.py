@@ -1,0 +1,1 @@
+"""Sharded checkpoints: every rank writes and reads its own partitions."""
