@@ -16,6 +16,7 @@ from composer_ds.checkpoint import save_safely, verify_loads
 from composer_ds.clock import Clock
 from composer_ds.counts import OptimizerSteps
 from composer_ds.ema import partition_averages
+from composer_ds.empty_parameters import EmptyParameters
 from composer_ds.engine import broadcast_buffers, build_engine, close_engine
 from composer_ds.eval_microbatches import EvenEvaluation
 from composer_ds.evaluation import surround_evaluation
@@ -101,7 +102,11 @@ def assemble(
     check_waiting(model, plan, is_building())
     held = parameters_of(client)
     names = {p: name for name, p in model.named_parameters() if p.requires_grad and p in held}
-    optimizer = partitioned_optimizer(client, plan.fused_adam)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if parameter not in names}
+    taken = frozenset(model.parameters())
+    empty = EmptyParameters(model, plan.zero_stage)
+    empty.hide()
+    optimizer = partitioned_optimizer(client, plan.fused_adam, empty.named.values())
     rounded = [parameter for parameter in names if plan.weights != 'fp32' and parameter.is_floating_point()]
     first = dist.get_global_rank() == 0
     runs = hand_over(model, plan)
@@ -115,12 +120,12 @@ def assemble(
     optimizer.bind(partitions)
     gradients = GradientTracker(partitions)
     even_microbatches = EvenMicrobatches(state, plan.zero_stage)
-    undo: list[Callable[[], None]] = [gradients.close]
+    undo: list[Callable[[], None]] = [empty.show, gradients.close]
     if plan.autocast_dtype is not None:
         device_type = torch.device(ds_engine.device).type  # pyright: ignore[reportArgumentType]
         handles = autocast_inside(model, device_type, plan.autocast_dtype)
         undo += [handle.remove for handle in handles]
-    state.model = model_face(model, ds_engine, partitions)
+    state.model = model_face(model, ds_engine, partitions, empty)
     if plan.zero_stage == 3:
         undo.append(tell_transformers(model))
     undo.append(surround_evaluation(model, ds_engine, plan))
@@ -141,7 +146,7 @@ def assemble(
         gradients=gradients,
         even_microbatches=even_microbatches,
         even_evaluation=EvenEvaluation(state, model, plan.zero_stage),
-        frozen={name: parameter for name, parameter in model.named_parameters() if parameter not in names},
-        taken=frozenset(model.parameters()),
+        frozen=frozen,
+        taken=taken,
         undo=undo,
     )

@@ -109,11 +109,6 @@ def problems_with_trainer(settings: Settings, facts: TrainerFacts) -> Iterator[s
             f'{len(facts.trained_without_optimizer)} trainable parameters are not in the optimizer ({some}, ...); give '
             'them to it, or set requires_grad=False on them'
         )
-    if facts.empty_parameters and settings.stage == 3:
-        yield (
-            f'{", ".join(facts.empty_parameters)}: no elements, and DeepSpeed cannot gather such a parameter under '
-            'ZeRO 3; take it out of the model, or write zero_stage=2'
-        )
     if facts.strided_parameters:
         yield (
             f'{", ".join(facts.strided_parameters)}: DeepSpeed cannot broadcast parameters in another memory format, '

@@ -73,7 +73,6 @@ class TrainerFacts:
         hidden_size (int | None): Of the model, where its config names one.
         trained_elements (int): Elements of all parameters that are trained.
         trained_without_optimizer (tuple[str, ...]): Names of trainable parameters that the optimizer does not hold.
-        empty_parameters (tuple[str, ...]): Names of parameters without elements.
         frozen_parameters (tuple[str, ...]): Names of the floating-point parameters that are not trained.
         float_buffers (tuple[str, ...]): Names of the model's floating-point buffers.
         scheduler_classes (tuple[str, ...]): The names of the schedulers' classes.
@@ -94,7 +93,6 @@ class TrainerFacts:
     hidden_size: int | None
     trained_elements: int
     trained_without_optimizer: tuple[str, ...]
-    empty_parameters: tuple[str, ...]
     frozen_parameters: tuple[str, ...]
     float_buffers: tuple[str, ...]
     scheduler_classes: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from composer_ds.errors import TrainingError
-from composer_ds.partitions import Partitions, flat_partitions
+from composer_ds.partitions import Partitions, flat_partitions, full_numel
 
 __all__ = ['GradientTracker']
 
@@ -33,7 +33,7 @@ class GradientTracker:
         self.partitions = partitions
         self.zero_optimizer: Any = partitions.ds_engine.optimizer
         self.stage = partitions.ds_engine.zero_optimization_stage()
-        self.parameters = list(partitions.names)
+        self.parameters = [parameter for parameter in partitions.names if full_numel(parameter)]
         self.microbatches = 0
         """Backward passes since the last optimizer step."""
         self.microbatches_of_batch = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         """Leave resources of the user's optimizer (DeepSpeedCPUAdam frees a C++ object) to the user's object."""
 
 
-def partitioned_optimizer(client: torch.optim.Optimizer, fused: bool = False) -> PartitionedOptimizer:
+def partitioned_optimizer(
+    client: torch.optim.Optimizer, fused: bool = False, hidden: Collection[torch.nn.Parameter] = ()
+) -> PartitionedOptimizer:
     """Make the optimizer that DeepSpeed may rewrite, out of the user's optimizer, which stays as it is.
 
     Parameter groups without a parameter to train are left out: DeepSpeed fails on them, or drops them and shifts the
@@ -139,6 +142,7 @@ def partitioned_optimizer(client: torch.optim.Optimizer, fused: bool = False) ->
     Args:
         client (torch.optim.Optimizer): The user's optimizer.
         fused (bool): Whether torch's fused kernel is to run it, although the user's groups do not ask for it.
+        hidden (Collection[torch.nn.Parameter]): Parameters that DeepSpeed does not see. Default: none.
 
     Returns:
         PartitionedOptimizer: An instance of a subclass of the user's class with parameter groups of its own.
@@ -152,8 +156,9 @@ def partitioned_optimizer(client: torch.optim.Optimizer, fused: bool = False) ->
     ours.state = defaultdict(dict)
     ours.own_settings = {'fused': True} if fused else {}
     ours.group_pairs = []
+    left_out = {id(parameter) for parameter in hidden}
     for group in client.param_groups:
-        trained = [parameter for parameter in group['params'] if parameter.requires_grad]
+        trained = [p for p in group['params'] if p.requires_grad and id(p) not in left_out]
         if trained:
             ours.group_pairs.append((group, {**group, 'params': trained, **ours.own_settings}))
     ours.param_groups = [group for _, group in ours.group_pairs]

@@ -230,6 +230,8 @@ class Partitions:
 def _fragments(zero_optimizer: Any, names: dict[Any, str]) -> Iterator[Fragment]:
     if hasattr(zero_optimizer, 'fp32_partitioned_groups_flat'):  # stage 3
         for parameter, name in names.items():
+            if parameter.numel() == 0 and not hasattr(parameter, 'ds_id'):
+                continue  # without elements, and so hidden from DeepSpeed
             group, flat_start, partition_numel = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
             start = zero_optimizer._get_param_partition_rank(parameter) * partition_numel
             numel = min(partition_numel, parameter.ds_numel - start)  # the last ranks hold padding

@@ -76,7 +76,6 @@ def facts_of_model(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -
         'hidden_size': hidden_size_of(model),
         'trained_elements': sum(full_numel(parameter) for parameter in trainable.values()),
         'trained_without_optimizer': tuple(name for name, parameter in trainable.items() if parameter not in held),
-        'empty_parameters': tuple(name for name, parameter in parameters.items() if full_numel(parameter) == 0),
         'strided_parameters': tuple(name for name, parameter in parameters.items() if not parameter.is_contiguous()),
         'frozen_parameters': tuple(frozen),
         'float_buffers': tuple(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),

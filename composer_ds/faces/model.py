@@ -15,6 +15,7 @@ import torch
 from composer.distributed.dist_strategy import prepare_ddp_module
 from torch.nn.modules.module import _IncompatibleKeys
 
+from composer_ds.empty_parameters import EmptyParameters
 from composer_ds.errors import ComposerDSError
 from composer_ds.faces.face import face_class
 from composer_ds.faces.loading import loading_into_partitions
@@ -34,6 +35,7 @@ class ModelFace(torch.nn.Module):
     _user_model: torch.nn.Module
     _ds_engine: DeepSpeedEngine | None
     _partitions: Partitions
+    _empty: EmptyParameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model through the engine. Not through ``Module.__call__``: the shared hooks would run twice.
@@ -67,6 +69,24 @@ class ModelFace(torch.nn.Module):
             return iter(())
         return super().parameters(recurse)
 
+    def named_parameters(
+        self, prefix: str = '', recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the user's parameters, as :meth:`parameters` does, those without elements last.
+
+        Args:
+            prefix (str): Put in front of the names.
+            recurse (bool): Whether to go into submodules.
+            remove_duplicate (bool): Whether to name tied parameters once.
+
+        Yields:
+            tuple[str, torch.nn.Parameter]: Name and parameter.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, parameter in self._empty.named.items() if self._ds_engine is not None else ():
+            if recurse or '.' not in name:
+                yield f'{prefix}.{name}' if prefix else name, parameter
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore
         """Return the whole weights under the user's names: fp32 master weights, whatever ZeRO stage and precision.
 
@@ -82,8 +102,9 @@ class ModelFace(torch.nn.Module):
         """
         kwargs['keep_vars'] = True  # hands out the parameters themselves, by which the partitions know them
         wholes: dict[int, torch.Tensor] = {}
-        state = self._user_model.state_dict(*args, **kwargs)
-        known = {id(tensor) for tensor in (*self._user_model.parameters(), *self._user_model.buffers())}
+        with self._empty.shown():
+            state = self._user_model.state_dict(*args, **kwargs)
+            known = {id(tensor) for tensor in (*self._user_model.parameters(), *self._user_model.buffers())}
         for name, value in state.items():
             if torch.is_tensor(value):
                 if value.numel() == 0 and id(value) not in known and self._is_cut:
@@ -127,7 +148,7 @@ class ModelFace(torch.nn.Module):
         Raises:
             RuntimeError: torch's own, for names (when strict) or shapes that do not fit, all at once.
         """
-        with loading_into_partitions(self._partitions, self._user_model):
+        with loading_into_partitions(self._partitions, self._user_model), self._empty.shown():
             return self._user_model.load_state_dict(state_dict, strict=strict)
 
     def __eq__(self, other: object) -> bool:
@@ -150,18 +171,23 @@ class ModelFace(torch.nn.Module):
         )
 
 
-def model_face(model: torch.nn.Module, ds_engine: DeepSpeedEngine, partitions: Partitions) -> ModelFace:
+def model_face(
+    model: torch.nn.Module, ds_engine: DeepSpeedEngine, partitions: Partitions, empty: EmptyParameters
+) -> ModelFace:
     """Make the face of a model. Called at ``BEFORE_LOAD``, on every rank.
 
     Args:
         model (torch.nn.Module): The user's model, ``ds_engine.module``.
         ds_engine (DeepSpeedEngine): The engine that runs it.
         partitions (Partitions): Where its trained parameters live.
+        empty (EmptyParameters): Its parameters that are hidden from DeepSpeed.
 
     Returns:
         ModelFace: An instance of the user's class, too.
     """
-    cls = face_class(ModelFace, type(model), _user_model=model, _ds_engine=ds_engine, _partitions=partitions)
+    cls = face_class(
+        ModelFace, type(model), _user_model=model, _ds_engine=ds_engine, _partitions=partitions, _empty=empty
+    )
     face = object.__new__(cls)
     object.__setattr__(face, '__dict__', vars(model))
     return face

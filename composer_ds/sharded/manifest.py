@@ -9,7 +9,7 @@ A checkpoint is a folder::
         state.pt            the rest of Composer's state, from rank 0, with the random numbers of all ranks
 
 Every tensor is stored flattened, under ``weights/NAME`` and ``state/KEY/NAME``, where ``NAME`` is the user's name of
-the parameter and ``KEY`` is that of the optimizer (``exp_avg``, ``momentum_buffer``, ...). Its shape is in the manifest.
+the parameter and ``KEY`` is that of the optimizer (``exp_avg``, ``momentum_buffer``, ...). Shapes are in the manifest.
 """
 
 from __future__ import annotations

@@ -65,6 +65,6 @@ class RunTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Allow ``detach``; refuse everything else, because the other elements are elsewhere."""
-        if func is torch.ops.aten.detach.default:
+        if func is torch.ops.aten.detach.default:  # pyright: ignore[reportAttributeAccessIssue]
             return args[0]
         raise NotImplementedError(f'{func}: this rank has only a part of the tensor')

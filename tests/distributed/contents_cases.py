@@ -40,6 +40,7 @@ class Everything(ComposerModel):
         self.late = nn.Parameter(torch.ones(3))
         self.list_of = nn.ParameterList([torch.ones(2, 3), torch.ones(1)])
         self.empty = nn.Parameter(torch.empty(0, 4)) if with_empty else None
+        self.no_outputs = nn.Linear(5, 0) if with_empty else nn.Identity()
         self.register_buffer('kept', torch.tensor([1.0, 2.0]))
         self.register_buffer('counted', torch.tensor(3, dtype=torch.int64))
         self.register_buffer('not_kept', torch.tensor([4.0]), persistent=False)
@@ -51,7 +52,12 @@ class Everything(ComposerModel):
         inner = outer[1]
         hidden = torch.tanh(inner['module'](hidden)) * self.scale * self.fixed_scale + self.kept.sum()
         extra = (inner['a_b'](hidden) * self.late).sum(1, keepdim=True) + self.list_of[0].sum() + self.list_of[1]
-        return self.head(hidden) + extra + self.not_kept + (0 if self.empty is None else self.empty.sum())
+        return (
+            self.head(hidden)
+            + extra
+            + self.not_kept
+            + (0 if self.empty is None else self.empty.sum() + self.no_outputs(hidden).sum())
+        )
 
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])
@@ -131,7 +137,7 @@ def train_and_write(kind: str, strategy: dict[str, Any], path: str) -> None:
     before = {name: value.clone() for name, value in face.state_dict().items()}
     face.load_state_dict(numbered)
     state = optimizer.state_dict()
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in face.named_parameters()}
     held = [names[parameter] for group in optimizer.param_groups for parameter in group['params']]
     for index, moments in state['state'].items():
         for key in ('exp_avg', 'exp_avg_sq'):
@@ -144,6 +150,8 @@ def train_and_write(kind: str, strategy: dict[str, Any], path: str) -> None:
     if kind == 'lora':
         save_checkpoint(trainer.state, f'{path}-adapters.pt', ignore_keys=ADAPTERS_ONLY, weights_only=True)
     trainer.close()
+    if kind == 'everything':
+        assert {'empty', 'no_outputs.weight', 'no_outputs.bias'} < {name for name, _ in model.named_parameters()}
 
 
 def streamed_as_torch_saves(path: str) -> None:

@@ -32,7 +32,6 @@ FACTS = TrainerFacts(
     hidden_size=None,
     trained_elements=1000,
     trained_without_optimizer=(),
-    empty_parameters=(),
     frozen_parameters=(),
     float_buffers=(),
 )
@@ -178,7 +177,6 @@ WARMUP = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 700}}
         (settings(zero_allow_untested_optimizer=False), {'optimizer': optimizer(torch.optim.SGD)}, ['SGD', 'tested']),
         (settings(2, 'cpu', zero_force_ds_cpu_optimizer=True), {}, ['AdamW', 'DeepSpeedCPUAdam']),
         (settings(), {'trained_without_optimizer': ('a.weight',)}, ['a.weight', 'requires_grad=False']),
-        (settings(3), {'empty_parameters': ('scale',)}, ['scale', 'zero_stage=2']),
         (settings(), {'strided_parameters': ('conv.weight',)}, ['conv.weight', 'contiguous_format']),
         (settings(), {'scheduler_classes': ('ReduceLROnPlateau',)}, ['ReduceLROnPlateau', 'metric']),
         (settings(bf16={'enabled': True}), {}, ["precision='fp32'", 'bf16.enabled=True']),
