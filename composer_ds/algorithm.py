@@ -6,6 +6,7 @@ Composer's loop, with what this algorithm does in it::
         BEFORE_LOAD             all settings are compared: one plan, or one error with all conflicts; the engine is
                                 built; faces take the places of the model, optimizer, scaler and schedulers
         (a checkpoint is loaded, through the faces)
+        AFTER_LOAD              or a sharded checkpoint is loaded
         (DistributedDataParallel is offered a model without parameters, and leaves it alone)
     Trainer.fit()
         FIT_START               the block that says what will be run is logged
@@ -52,6 +53,7 @@ from composer_ds.faces import ScalerFace
 from composer_ds.facts import Settings
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
+from composer_ds.resumption import LoadSharded, load_what_is_chosen, read_load_sharded, refuse_two_checkpoints
 from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of
 
 __all__ = ['DeepSpeed']
@@ -77,6 +79,9 @@ class DeepSpeed(Algorithm):
         offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
         ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a
             JSON or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
+        load_sharded (str | Path | Mapping[str, Any] | LoadSharded | None): A sharded checkpoint to begin with, or a
+            folder of them, or a checkpoint of DeepSpeed's own; as a path, or with options as :class:`LoadSharded` has
+            them. Default: None.
         max_consecutive_skipped_steps (int | None): After so many optimizer steps in a row that were skipped because a
             gradient was infinite or NaN, training ends with a ``TrainingError``; None never ends it. Default: 50.
 
@@ -93,10 +98,12 @@ class DeepSpeed(Algorithm):
         offload_param: str | None = None,
         ds_config: Mapping[str, Any] | str | Path | None = None,
         max_consecutive_skipped_steps: int | None = 50,
+        load_sharded: str | Path | Mapping[str, Any] | LoadSharded | None = None,
     ):
         self.settings = Settings(zero_stage, offload_optimizer, offload_param, read_ds_config(ds_config))
         check_environment()
         self.max_consecutive_skipped_steps = max_consecutive_skipped_steps
+        self.load_sharded = read_load_sharded(load_sharded)
         self.optimizer_steps = OptimizerSteps()
         """Counts of optimizer steps, applied and skipped; part of every checkpoint."""
         self.plan: Plan | None = None
@@ -165,6 +172,7 @@ class DeepSpeed(Algorithm):
         # Not at INIT: surgery of other algorithms may follow there, and the Trainer does not know its dataloader yet.
         if self.ds_engine is not None:
             raise ConfigError('This DeepSpeed instance already belongs to a Trainer; make a new one for each Trainer.')
+        refuse_two_checkpoints(self.load_sharded)
         # The Trainer itself starts no process group on one rank.
         dist.initialize_dist(state.device)
         self.plan = plan = agreed_plan(self.settings, facts_of(state, self._optimizer_from_section))
@@ -187,6 +195,7 @@ class DeepSpeed(Algorithm):
         announce(block_of(self.plan, state, self._assembly.clock.window.size))
 
     def _after_load(self, state: State, logger: Logger) -> None:
+        load_what_is_chosen(self.load_sharded, state, logger)
         self._assembly.clock.after_load(self._counts_were_loaded)
 
     def _batch_start(self, state: State, logger: Logger) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from composer_ds import __version__
 from composer_ds.errors import ComposerDSError, ConfigError
@@ -29,6 +31,37 @@ Examples:
 - composer-ds check ds_config.json -n 64 --parameters 7B --precision amp_bf16 --microbatch-size 2
 """
 
+_CONSOLIDATE = """Write the weights of a checkpoint as safetensors, for inference or publishing.
+
+CHECKPOINT is a sharded checkpoint, one of DeepSpeed's own or a file of Composer, or a folder with `latest`; of any ZeRO
+stage and world size. Neither a GPU nor ranks are needed, and little memory, whatever the size of the model. Weights
+that were trained are the fp32 master weights, unless --dtype says otherwise. With a Hugging Face model, OUT gets its
+config.json and tokenizer, so that `from_pretrained(OUT)` works. Where OUT ends in .pt, one file is written for
+`Trainer(load_path=OUT, load_weights_only=True)`.
+
+Examples:
+
+- composer-ds consolidate ckpts/ep3-ba1200 weights
+
+- composer-ds consolidate ckpts weights-bf16 --dtype bf16 --max-shard-size 2GB
+
+- composer-ds consolidate deepspeed_run/global_step500 weights.pt
+"""
+
+_INSPECT = """Tell what a checkpoint is, from which run, and whether it is complete and undamaged.
+
+CHECKPOINT is a sharded checkpoint, one of DeepSpeed's own, a file of Composer, or a folder of several, which are
+listed. Exit code 1 says that something is missing or damaged.
+
+Examples:
+
+- composer-ds inspect ckpts
+
+- composer-ds inspect ckpts/ep3-ba1200 --all
+
+- composer-ds inspect ckpts/latest-rank0.pt --no-verify --json
+"""
+
 app = typer.Typer(
     name='composer-ds',
     no_args_is_help=True,
@@ -42,7 +75,8 @@ app = typer.Typer(
 def main() -> NoReturn:
     """Runs the command; the entry point of the package.
 
-    Exit codes: 0 done, 2 wrong command line, settings that conflict or a file that cannot be read, 1 any other error.
+    Exit codes: 0 done, 2 wrong command line, settings that conflict or a file that cannot be read, 1 any other error,
+    such as a checkpoint that is missing, incomplete or damaged.
     """
     try:
         app()
@@ -153,3 +187,69 @@ def _check(file: str, overrides: list[str], world_size: int, plot: Path | None, 
             raise ConfigError(f'--plot {plot}: the learning rates are not known; see the remarks')
         save_picture(findings.rates, plot, f'Learning rate of {file}')
         console.print(f'Wrote {plot}.')
+
+
+_Trusted = Annotated[
+    bool,
+    typer.Option(
+        '--trusted', help='Unpickle any class in the checkpoint, which can run any code: only if you know its writer.'
+    ),
+]
+
+
+class _Dtype(str, Enum):
+    fp32 = 'fp32'
+    bf16 = 'bf16'
+    fp16 = 'fp16'
+
+
+@app.command(help=_CONSOLIDATE, no_args_is_help=True)
+def consolidate(
+    checkpoint: Annotated[str, typer.Argument(metavar='CHECKPOINT', help='A file or a folder.')],
+    out: Annotated[str, typer.Argument(metavar='OUT', help='A folder, or a file whose name ends in .pt.')],
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help='Of all parameters; buffers keep theirs. Default: as stored.')
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar='SIZE', help='Of each safetensors file, such as 500MB.')
+    ] = '5GB',
+    overwrite: Annotated[bool, typer.Option('--overwrite', help='Replace weights that are there already.')] = False,
+    trusted: _Trusted = False,
+) -> None:
+    """Write the weights of a checkpoint. Exit codes as in :func:`main`."""
+    try:
+        with _importing():
+            from composer_ds.consolidate.report import run
+        run(
+            checkpoint,
+            out,
+            dtype=dtype.value if dtype else None,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            trusted=trusted,
+        )
+    except ComposerDSError as error:
+        _fail(error)
+
+
+@app.command(help=_INSPECT, no_args_is_help=True)
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(metavar='CHECKPOINT', help='A file or a folder.')],
+    show_all: Annotated[bool, typer.Option('--all', help='List every tensor.')] = False,
+    verify: Annotated[bool, typer.Option(help='Read everything and compare it with its checksums.')] = True,
+    as_json: Annotated[bool, typer.Option('--json', help='For programs.')] = False,
+    trusted: _Trusted = False,
+) -> None:
+    """Tell what a checkpoint is. Exit codes as in :func:`main`."""
+    try:
+        with _importing():
+            from composer_ds.inspect.terminal import run
+        good = run(checkpoint, show_all=show_all, reads=verify, as_json=as_json, trusted=trusted)
+    except ComposerDSError as error:
+        _fail(error)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _importing() -> Status:
+    return Console(stderr=True).status('Importing torch')

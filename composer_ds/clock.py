@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer.callbacks import CheckpointSaver
 from composer.core import Event, State, TimeUnit
 from composer.loggers import Logger
 
@@ -50,7 +49,6 @@ class Clock:
         self.loss_scale = loss_scale
         self.limit = max_consecutive_skipped_steps
         self._settled = steps.applied
-        self._save_is_due = False
 
     @property
     def optimizer(self) -> OptimizerFace:
@@ -80,14 +78,10 @@ class Clock:
         for scheduler in self.state.schedulers:
             type(scheduler)._moved_at = self.steps.applied  # pyright: ignore[reportAttributeAccessIssue]
         for callback in self.state.callbacks:
-            if isinstance(callback, CheckpointSaver) and not isinstance(callback.save_interval, functools.partial):
-                callback.save_interval = functools.partial(self._save_between_windows, callback.save_interval)
-
-    def _save_between_windows(self, save_interval: Any, state: State, event: Event) -> bool:
-        # A checkpoint holds no gradients, so one that falls into a window waits for its end.
-        due = save_interval(state, event) or self._save_is_due
-        self._save_is_due = due and self.window.batches > 0
-        return due and self.window.batches == 0
+            saver: Any = callback  # Composer's, ours, or the user's own
+            interval = getattr(saver, 'save_interval', None)
+            if callable(interval) and not isinstance(interval, _BetweenWindows):
+                saver.save_interval = _BetweenWindows(interval, self.window)
 
     def batch_start(self) -> None:
         """Begin a batch."""
@@ -169,6 +163,20 @@ class Clock:
         if not counts_were_loaded and batches > 0:
             self.steps.attempted = self.steps.applied = self.steps.in_schedule = batches
         self._settled = self.steps.applied
+
+
+class _BetweenWindows:
+    """When to save, as a callback decides: a checkpoint holds no gradients, so one in a window waits for its end."""
+
+    def __init__(self, save_interval: Callable[[State, Event], bool], window: Window):
+        self._save_interval = save_interval
+        self._window = window
+        self._is_due = False
+
+    def __call__(self, state: State, event: Event) -> bool:
+        due = self._save_interval(state, event) or self._is_due
+        self._is_due = due and self._window.batches > 0
+        return due and self._window.batches == 0
 
 
 def _is_over(state: State) -> bool:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from composer.utils.checkpoint import save_checkpoint
 
+from composer_ds.arrivals import Begin, Finish, Scratch, begin_copy
+
 __all__ = [
     'PendingTensor',
     'PendingTensorRead',
-    'Scratch',
     'consolidate',
     'consolidate_copy',
     'consolidating_later',
@@ -79,10 +81,10 @@ def consolidate(
             Inside :func:`consolidating_later`: a :class:`PendingTensor`.
     """
     if _pending is not None:
-        return _later(shape, dtype, lambda scratch: _begin(runs, mine, dtype, device, scratch))
+        return _later(shape, dtype, _Gathering(runs, mine, dtype, device))
     if not is_saving():
         return _on_every_rank(runs, mine, dtype, device).view(shape)
-    whole = _begin(runs, mine, dtype, device, Scratch())()
+    whole = _Gathering(runs, mine, dtype, device)(Scratch())()
     return stand_in(shape, dtype) if whole is None else whole.view(shape)
 
 
@@ -96,7 +98,7 @@ def consolidate_copy(whole: torch.Tensor) -> torch.Tensor:
         torch.Tensor: Of the same shape.
     """
     if _pending is not None:
-        return _later(whole.shape, whole.dtype, lambda _: lambda: whole.cpu() if dist.get_rank() == 0 else None)
+        return _later(whole.shape, whole.dtype, begin_copy(whole, dist.get_rank() == 0))
     if not is_saving():
         return whole.clone()
     return whole.to('cpu', copy=True) if dist.get_rank() == 0 else stand_in(whole.shape, whole.dtype)
@@ -117,30 +119,6 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device | st
     return element.expand(tuple(shape))
 
 
-class Scratch:
-    """Memory that one tensor after the other is received into: fresh memory costs as much time as a disk."""
-
-    def __init__(self):
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for a tensor; what was taken before is overwritten.
-
-        Args:
-            numel (int): Elements.
-            dtype (torch.dtype): Of the tensor.
-            device (torch.device): Alike in all calls.
-
-        Returns:
-            torch.Tensor: Shape ``(numel,)``.
-        """
-        size_bytes = numel * dtype.itemsize
-        if self._bytes.numel() < size_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is taken
-            self._bytes = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        return self._bytes[:size_bytes].view(dtype)
-
-
 class PendingTensorRead(RuntimeError):
     """Somebody wants the elements of a :class:`PendingTensor`."""
 
@@ -151,9 +129,7 @@ class PendingTensor(torch.Tensor):
     It has a shape and a dtype; anything that reads its elements is an error.
     """
 
-    begin: Callable[[Scratch], Callable[[], torch.Tensor | None]]
-    """Starts sending and receiving. Collective. Returns what waits for the end, and then gives rank 0 the whole tensor,
-    flattened, in host memory."""
+    begin: Begin
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,9 +139,7 @@ class PendingTensor(torch.Tensor):
         )
 
 
-def _later(
-    shape: torch.Size, dtype: torch.dtype, begin: Callable[[Scratch], Callable[[], torch.Tensor | None]]
-) -> PendingTensor:
+def _later(shape: torch.Size, dtype: torch.dtype, begin: Begin) -> PendingTensor:
     assert _pending is not None
     pending: PendingTensor = torch.Tensor._make_wrapper_subclass(PendingTensor, shape, dtype=dtype)  # pyright: ignore
     pending.begin = begin
@@ -188,30 +162,52 @@ def _on_every_rank(
     return whole
 
 
-def _begin(
-    runs: Sequence[Run], mine: torch.Tensor | None, dtype: torch.dtype, device: torch.device, scratch: Scratch
-) -> Callable[[], torch.Tensor | None]:
-    """Start to give rank 0 the whole tensor: every byte crosses the network once, and the other ranks keep nothing."""
-    operations = []
-    whole = None
-    if dist.get_rank() == 0:
-        whole = scratch.take(sum(numel for _, _, numel in runs), dtype, device)
-        for rank, start, numel in runs:
-            run = whole.narrow(0, start, numel)
-            if rank == 0:
+@dataclass(frozen=True)
+class _Gathering:
+    """Gives rank 0 a partitioned tensor: every byte crosses the network once, and the other ranks keep nothing.
+
+    Args:
+        runs (Sequence[Run]): Together they cover the tensor; at most one for each rank.
+        mine (torch.Tensor | None): This rank's run, shape ``(numel,)``; None when it owns none.
+        dtype (torch.dtype): Of the tensor, alike on all ranks.
+        device (torch.device): The device that communicates.
+    """
+
+    runs: Sequence[Run]
+    mine: torch.Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(
+        self, scratch: Scratch, start: int = 0, numel: int | None = None, dtype: torch.dtype | None = None
+    ) -> Finish:
+        dtype = dtype or self.dtype
+        end = sum(numel for _, _, numel in self.runs) if numel is None else start + numel
+        me = dist.get_rank()
+        received = scratch.take(end - start, dtype, self.device) if me == 0 else None
+        operations = []
+        for rank, run_start, run_numel in self.runs:
+            first, last = max(start, run_start), min(end, run_start + run_numel)
+            if last <= first or me not in (0, rank):
+                continue
+            mine = None
+            if rank == me:
+                assert self.mine is not None
+                mine = self.mine.detach()[first - run_start : last - run_start]
+            if received is None:
                 assert mine is not None
-                run.copy_(mine)
-            elif numel:
-                operations.append(dist.P2POp(dist.irecv, run, rank))
-    elif mine is not None and mine.numel():
-        operations.append(dist.P2POp(dist.isend, mine.detach().to(device, dtype).contiguous(), 0))
-    # Batched: NCCL would otherwise make a communicator of its own for every pair of ranks.
-    requests = dist.batch_isend_irecv(operations) if operations else []
+                operations.append(dist.P2POp(dist.isend, mine.to(self.device, dtype).contiguous(), 0))
+            elif mine is None:
+                operations.append(dist.P2POp(dist.irecv, received[first - start : last - start], rank))
+            else:
+                received[first - start : last - start].copy_(mine)
+        # Batched: NCCL would otherwise make a communicator of its own for every pair of ranks.
+        requests = dist.batch_isend_irecv(operations) if operations else []
 
-    def finish() -> torch.Tensor | None:
-        for request in requests:
-            request.wait()
-        del operations[:]  # what was sent is kept alive until here
-        return None if whole is None else whole.cpu()
+        def finish() -> torch.Tensor | None:
+            for request in requests:
+                request.wait()
+            del operations[:]  # what was sent is kept alive until here
+            return None if received is None else received.cpu()
 
-    return finish
+        return finish

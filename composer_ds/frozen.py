@@ -6,6 +6,7 @@ Written against deepspeed 0.19.8, where ``parameter.ds_tensor`` holds this rank'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from composer_ds.consolidation import consolidate
 from composer_ds.partitions import full_shape
 
-__all__ = ['whole_frozen', 'write_frozen']
+__all__ = ['run_of_frozen', 'whole_frozen', 'write_frozen']
 
 
 def whole_frozen(parameter: Any, device: torch.device) -> torch.Tensor:
@@ -29,24 +30,40 @@ def whole_frozen(parameter: Any, device: torch.device) -> torch.Tensor:
     Returns:
         torch.Tensor: Of the parameter's full shape; as :func:`~composer_ds.consolidation.consolidate` returns it.
     """
-    runs, rank = _runs(parameter), dist.get_rank()
-    mine = parameter.ds_tensor.detach()[: runs[rank][2]] if rank < len(runs) else None
-    return consolidate(runs, mine, parameter.ds_tensor.dtype, device, full_shape(parameter))
+    mine, _ = run_of_frozen(parameter)
+    return consolidate(_runs(parameter), mine, mine.dtype, device, full_shape(parameter))
 
 
-def write_frozen(parameter: Any, whole: torch.Tensor) -> None:
+def write_frozen(parameter: Any, read: Callable[[int, int], torch.Tensor]) -> None:
     """Write a frozen parameter. Every rank calls it, and writes its own run.
 
     Args:
         parameter (Any): With the attributes that ``deepspeed.zero`` hangs on a parameter.
-        whole (torch.Tensor): Of its full shape.
+        read (Callable[[int, int], torch.Tensor]): Given where a run begins and its length, returns its new elements,
+            shape ``(numel,)``.
+    """
+    run, start = run_of_frozen(parameter)
+    if run.numel():
+        run.copy_(read(start, run.numel()))
+    if parameter.data.numel() == parameter.ds_numel:  # small ones stay gathered
+        parameter.data.copy_(read(0, parameter.ds_numel).view(full_shape(parameter)))
+
+
+def run_of_frozen(parameter: Any) -> tuple[torch.Tensor, int]:
+    """Return this rank's run of a frozen parameter.
+
+    Args:
+        parameter (Any): With the attributes that ``deepspeed.zero`` hangs on a parameter.
+
+    Returns:
+        tuple[torch.Tensor, int]: A view of the run, shape ``(numel,)``, and where it begins; empty where other ranks
+            have all.
     """
     runs, rank = _runs(parameter), dist.get_rank()
-    if rank < len(runs):
-        _, start, numel = runs[rank]
-        parameter.ds_tensor.data[:numel].copy_(whole.reshape(-1)[start : start + numel])
-    if parameter.data.numel() == parameter.ds_numel:  # small ones stay gathered
-        parameter.data.copy_(whole.view(full_shape(parameter)))
+    if rank >= len(runs):
+        return parameter.ds_tensor.data[:0], 0
+    _, start, numel = runs[rank]
+    return parameter.ds_tensor.data[:numel], start
 
 
 def _runs(parameter: Any) -> list[tuple[int, int, int]]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     partitions: Partitions
     without_gradient: set[torch.nn.Parameter]
     split: dict[int, list[tuple[Fragment, torch.Tensor]]]
+    observers: list[Callable[[list[Fragment]], AbstractContextManager[None]]]
+    """Entered around each update, with the fragments that it updates: gradients in ``flat.grad``, then new weights."""
 
     def bind(self, partitions: Partitions) -> None:
         """Tell the optimizer what its flat partitions hold. Called once, after DeepSpeed has made them.
@@ -55,10 +58,14 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             closure (None): DeepSpeed passes none.
         """
         flats = [group['params'] for group in self.param_groups]
+        updated = [fragment for group in flats for flat in group for fragment in self.partitions.in_flat(flat)]
         for group in self.param_groups:
             group['params'] = [tensor for flat in group['params'] for tensor in self._tensors_of(flat)]
         try:
-            super().step()  # the user's own algorithm
+            with ExitStack() as stack:
+                for observer in self.observers:
+                    stack.enter_context(observer(updated))
+                super().step()  # the user's own algorithm
         finally:
             for group, flat in zip(self.param_groups, flats, strict=True):
                 for tensor in group['params']:
@@ -153,6 +160,7 @@ def partitioned_optimizer(
     ours.__dict__.update({key: value for key, value in vars(client).items() if key != 'step'})
     ours.without_gradient = set()
     ours.split = {}
+    ours.observers = []
     ours.state = defaultdict(dict)
     ours.own_settings = {'fused': True} if fused else {}
     ours.group_pairs = []

@@ -23,7 +23,7 @@ import glob
 import os
 import re
 
-__all__ = ['discard', 'finish', 'leftovers', 'publish', 'temporary_path']
+__all__ = ['discard', 'finish', 'flush_folder', 'leftovers', 'publish', 'temporary_path']
 
 # In front, not behind: Composer tells by a name's end how a file is compressed, and by its beginning that it is none
 # of its own checkpoints.
@@ -110,15 +110,24 @@ def finish(latest: str) -> None:
         _remove(link)
 
 
-def _rename(path: str) -> None:
-    os.replace(temporary_path(path), path)
+def flush_folder(folder: str | os.PathLike) -> None:
+    """Let the names in a folder survive a power failure.
+
+    Args:
+        folder (str | os.PathLike): The folder; empty for the current one.
+    """
     # Not every network file system can flush a folder; those keep their own order.
     with contextlib.suppress(OSError):
-        folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
+        descriptor = os.open(folder or '.', os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)
+
+
+def _rename(path: str) -> None:
+    os.replace(temporary_path(path), path)
+    flush_folder(os.path.dirname(path))
 
 
 def _remove(path: str) -> None:

@@ -13,14 +13,14 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from composer.utils import dist
 from torch._utils import _rebuild_tensor_v2  # its name stands in every file that torch has written since 1.6
 
-from composer_ds.consolidation import PendingTensor, Scratch
+from composer_ds.arrivals import in_turn
+from composer_ds.consolidation import PendingTensor
 
 __all__ = ['write_stream']
 
@@ -54,7 +54,7 @@ def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path:
     dist.broadcast_object_list(numbers, src=0)
     if isinstance(numbers[0], Exception):
         return numbers[0] if dist.get_global_rank() == 0 else None
-    arriving = _in_turn(pending[number] for number in numbers[0])
+    arriving = in_turn(pending[number].begin for number in numbers[0])
     if dist.get_global_rank() != 0:
         for _ in arriving:
             pass
@@ -72,19 +72,6 @@ def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path:
             pass
         return error
     return None
-
-
-def _in_turn(tensors: Iterable[PendingTensor]) -> Iterator[torch.Tensor | None]:
-    """Put one tensor after the other together, the next one while the last is in use. Collective."""
-    scratches = Scratch(), Scratch()
-    finish = None
-    for number, tensor in enumerate(tensors):
-        finish_next = tensor.begin(scratches[number % 2])
-        if finish is not None:
-            yield finish()
-        finish = finish_next
-    if finish is not None:
-        yield finish()
 
 
 def _bytes_of(data: Any) -> Any:

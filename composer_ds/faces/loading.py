@@ -31,7 +31,8 @@ def loading_into_partitions(partitions: Partitions, model: torch.nn.Module) -> I
         with _whole_shapes(model), copies:
             yield
         for parameter, value in copies.frozen:
-            write_frozen(parameter, value)
+            flat = value.reshape(-1)
+            write_frozen(parameter, lambda start, numel, flat=flat: flat[start : start + numel])
 
 
 class _Copies(TorchFunctionMode):

@@ -137,7 +137,7 @@ class OptimizerFace(torch.optim.Optimizer):
         indices = {parameter: index for index, parameter in enumerate(self._all_parameters())}
         # Composer's LayerFreezing takes parameters out of the groups, and these have no place in torch's layout.
         held = [parameter for parameter in self._partitions.names if parameter in indices]
-        layouts = self._layouts()
+        layouts = self.layouts()
         names = self._partitions.names
         state = {
             indices[parameter]: self._whole_state(parameter, layouts.get(names[parameter], {})) for parameter in held
@@ -151,8 +151,10 @@ class OptimizerFace(torch.optim.Optimizer):
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return list(chain.from_iterable(group['params'] for group in self.param_groups))
 
-    def _layouts(self) -> dict[str, dict[str, Any]]:
-        """What the state of every parameter consists of, as the first rank that owns a run of it tells all. Collective.
+    def layouts(self) -> dict[str, dict[str, Any]]:
+        """Tell what the state of every parameter consists of, as the first rank that owns a run of it knows.
+
+        Collective.
 
         Returns:
             dict[str, dict[str, Any]]: By the parameter's name and the state's key: the dtype of a tensor that is

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer_ds import DeepSpeed, optimizer_steps
+from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
 from tests.distributed.parity_cases import STRATEGIES
 
 GLOBAL_BATCH, BATCHES_PER_EPOCH, SAVED_AFTER, LAST = 8, 3, 4, 7
@@ -161,7 +162,7 @@ class _Recorder(Callback):
             state.stop_training()
 
 
-def _parallelism(strategy: str, sections: dict[str, Any]) -> dict[str, Any]:
+def _parallelism(strategy: str, sections: dict[str, Any], load_sharded: str | None) -> dict[str, Any]:
     """The Trainer's arguments for a strategy: 'plain', 'fsdp', or one of ``STRATEGIES`` with more in its ds_config."""
     if strategy == 'plain':
         return {}
@@ -170,7 +171,14 @@ def _parallelism(strategy: str, sections: dict[str, Any]) -> dict[str, Any]:
         return {'parallelism_config': {'fsdp': FSDP2Config(state_dict_type='full')}}
     settings = dict(STRATEGIES[strategy])
     settings['ds_config'] = {**settings.get('ds_config', {}), **sections}
-    return {'algorithms': [DeepSpeed(**settings)]}
+    return {'algorithms': [DeepSpeed(**settings, load_sharded=load_sharded)]}
+
+
+def _savers(strategy: str, folder: str | None) -> list[Callback]:
+    """Where there are partitions, sharded checkpoints are written beside the consolidated ones."""
+    if folder is None or strategy not in STRATEGIES:
+        return []
+    return [ShardedCheckpointSaver(folder, _at_checkpoint, 'sharded-ba{batch}', save_on_sigterm=False)]
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -203,7 +211,7 @@ def run(
         strategy (str): 'plain' (DDP on several ranks), 'fsdp', or one of ``STRATEGIES``.
         case_name (str): One of ``CASES``.
         folder (str | None): Where to save after batch ``SAVED_AFTER``, if anywhere.
-        checkpoint (str | None): The file to resume from, if any.
+        checkpoint (str | None): What to resume from, if anything: a file, or a sharded checkpoint.
         ending (str): 'whole': after batch ``LAST``; 'stopped': after the checkpoint; 'killed': by SIGKILL, when
             the next batch begins.
         sections (dict[str, Any] | None): For the ds_config: 16 bits.
@@ -220,6 +228,7 @@ def run(
     sampler = None if case.own_position else dist.get_sampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // world_size, sampler=sampler)
     recorder = _Recorder(ending)
+    is_sharded = checkpoint is not None and not checkpoint.endswith('.pt')
     trainer = Trainer(
         model=model,
         optimizers=optimizer,
@@ -229,15 +238,15 @@ def run(
         max_duration=f'{LAST}ba',
         device='cpu',
         device_train_microbatch_size=3,
-        callbacks=[recorder],
+        callbacks=[recorder, *_savers(strategy, folder)],
         seed=5,
         progress_bar=False,
         save_folder=folder,
         save_filename='ba{batch}.pt',
         save_latest_filename=None,
         save_interval=_at_checkpoint,
-        load_path=checkpoint,
-        **_parallelism(strategy, sections or {}),
+        load_path=None if is_sharded else checkpoint,
+        **_parallelism(strategy, sections or {}, checkpoint if is_sharded else None),
     )
     found: dict[str, Any] = {}
     if checkpoint is not None:
@@ -328,6 +337,11 @@ def run_all(strategy: str, jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[
         except Exception as error:
             raise RuntimeError(f'{case_name} under {strategy}, {arguments}') from error
     return found
+
+
+def sharded_checkpoint_in(folder: str | pathlib.Path) -> str:
+    """Return the path of the sharded checkpoint that :func:`run` writes into a folder."""
+    return str(pathlib.Path(folder) / f'sharded-ba{SAVED_AFTER}')
 
 
 def checkpoint_in(folder: str | pathlib.Path) -> str:

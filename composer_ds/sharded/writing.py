@@ -1,0 +1,236 @@
+"""Writing a sharded checkpoint, in two halves: what reads the engine, and what may go on in the background.
+
+Every rank takes part in both. What goes wrong on one rank is raised on all, as the same error, and leaves the folder
+without the new checkpoint and with all older ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from composer.core import State
+from composer.utils.dist import get_global_rank, get_local_rank
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from composer_ds.checkpoint.atomic import temporary_path
+from composer_ds.checkpoint.stream import write_stream
+from composer_ds.errors import CheckpointError
+from composer_ds.running import running_deepspeed
+from composer_ds.sharded.contents import Contents, collect
+from composer_ds.sharded.files import ChecksumWriter, begin, file_entry, finish, point_latest
+from composer_ds.sharded.manifest import STATE, FileEntry, Manifest
+
+__all__ = ['Save', 'agreeing']
+
+
+@dataclass
+class Save:
+    """One save: :meth:`prepare`, then :meth:`write`.
+
+    Args:
+        folder (Path): The checkpoint, alike on all ranks.
+        group (dist.ProcessGroup): Of all ranks, on the CPU, used by nobody else.
+        weights_only (bool): Whether to leave out everything but the model.
+        latest (bool): Whether to move ``latest``.
+    """
+
+    folder: Path
+    group: dist.ProcessGroup
+    weights_only: bool = False
+    latest: bool = True
+
+    def prepare(self, state: State, to_host: bool) -> None:
+        """Collect what is written, and write ``state.pt``. The engine may go on afterwards if it was copied to host.
+
+        Collective: called between two batches, on every rank.
+
+        Args:
+            state (State): Composer's state.
+            to_host (bool): Whether to copy the runs to host memory.
+
+        Raises:
+            CheckpointError: On every rank, when one could not do its part.
+        """
+        self._contents = collect(state, self.weights_only)
+        self._manifest = _describe(state, self._contents, self.weights_only)
+        self.files: dict[str, FileEntry] = {}
+        """Those that this rank has written."""
+        self._begin()
+        path = self.temporary / STATE
+        with self._agreeing():
+            if self._contents.rest is not None:
+                error = write_stream(self._contents.rest, self._contents.pending, str(path))
+                if error is not None:
+                    raise error
+                if get_global_rank() == 0:
+                    self.files[STATE] = file_entry(path)
+        self._contents.rest = None
+        if to_host:
+            self._contents.to_host()
+
+    @property
+    def temporary(self) -> Path:
+        """Where the checkpoint is written until it is complete."""
+        return Path(temporary_path(str(self.folder)))
+
+    def write(self) -> None:
+        """Write the shards, then the manifest; rename the folder and move ``latest``.
+
+        Collective, through ``group`` alone: it may run in a thread, while the ranks train.
+
+        Raises:
+            CheckpointError: On every rank, when one could not do its part.
+        """
+        with self._agreeing():
+            writer = ChecksumWriter(self.temporary)
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            save(dict(self._contents.shards), storage_writer=writer, planner=planner, process_group=self.group)
+            self.files |= writer.checksums.files
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self.files, group=self.group)
+        files = {name: entry for one in everyones for name, entry in one.items()}
+        manifest = self._manifest.model_copy(update={'files': dict(sorted(files.items()))})
+        self._share_small_files()
+        with self._agreeing():
+            if self.is_first_of_folder:
+                finish(self.folder, manifest)
+                if self.latest:
+                    point_latest(self.folder)
+
+    def _begin(self) -> None:
+        """Make the folder, on every node that does not see rank 0's."""
+        token = [uuid.uuid4().hex]
+        dist.broadcast_object_list(token, src=0, group=self.group)
+        self.is_first_of_folder = get_global_rank() == 0
+        with self._agreeing():
+            if get_global_rank() == 0:
+                (begin(self.folder) / token[0]).touch()
+        with self._agreeing():
+            if get_local_rank() == 0 and not (self.temporary / token[0]).exists():
+                begin(self.folder)
+                self.is_first_of_folder = True
+        if get_global_rank() == 0:
+            (self.temporary / token[0]).unlink()
+
+    def _share_small_files(self) -> None:
+        """Give nodes with a disk of their own what rank 0 alone has written. Collective."""
+        firsts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(firsts, self.is_first_of_folder, group=self.group)
+        if sum(firsts) == 1:
+            return
+        with self._agreeing():
+            content: list[Any] = [None]
+            if get_global_rank() == 0:
+                names = [name for name in ('.metadata', STATE) if (self.temporary / name).exists()]
+                content = [{name: (self.temporary / name).read_bytes() for name in names}]
+            dist.broadcast_object_list(content, src=0, group=self.group)
+            if self.is_first_of_folder and get_global_rank() != 0:
+                for name, data in content[0].items():
+                    (self.temporary / name).write_bytes(data)
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        try:
+            with agreeing(self.group, self._report):
+                yield
+        except CheckpointError:
+            if getattr(self, 'is_first_of_folder', False):
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            raise
+
+    def _report(self, error: BaseException) -> str:
+        cause = _cause(error)
+        if not isinstance(cause, OSError) or cause.errno is None:
+            return (
+                f'The checkpoint {self.folder} was not saved: {type(cause).__name__}: {cause}. Older ones are intact.'
+            )
+        name = errno.errorcode.get(cause.errno, cause.errno)
+        return (
+            f'The checkpoint {self.folder} was not saved: {os.strerror(cause.errno)} ({name})'
+            f'{_free(self.folder.parent)}. Older ones are intact. Make room, keep fewer (num_checkpoints_to_keep) or '
+            'save to another folder, and resume.'
+        )
+
+
+@contextmanager
+def agreeing(group: dist.ProcessGroup | None, report: Callable[[BaseException], str]) -> Iterator[None]:
+    """Raise on every rank what goes wrong inside on one.
+
+    Collective. Inside, a rank that fails alone must not leave others in a collective.
+
+    Args:
+        group (dist.ProcessGroup | None): Of all ranks; None for the default one.
+        report (Callable[[BaseException], str]): Puts an error into words.
+
+    Raises:
+        CheckpointError: On every rank, with the words of the first rank that failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, None if error is None else report(error), group=group)
+    for rank, found in enumerate(reports):
+        if found is not None:
+            raise CheckpointError(f'{found} (Found by rank {rank}.)') from error
+
+
+def _describe(state: State, contents: Contents, weights_only: bool) -> Manifest:
+    algorithm = running_deepspeed(state, 'A sharded checkpoint')
+    plan = algorithm.plan
+    assert plan is not None
+    time = state.timestamp
+    return Manifest(
+        run_name=state.run_name,
+        time={unit: getattr(time, unit).value for unit in ('iteration', 'epoch', 'batch', 'sample', 'token')}
+        | {'batch_in_epoch': time.batch_in_epoch.value},
+        optimizer_steps=algorithm.optimizer_steps.state_dict(),
+        world_size=dist.get_world_size(),
+        zero_stage=plan.zero_stage,
+        offload_optimizer=algorithm.settings.offload('offload_optimizer'),
+        offload_param=algorithm.settings.offload('offload_param'),
+        precision=plan.precision,
+        versions={name: importlib.metadata.version(name) for name in ('composer-ds', 'mosaicml', 'deepspeed', 'torch')},
+        weights_only=weights_only,
+        optimizer=contents.optimizer,
+        param_groups=contents.param_groups,
+        tensors=contents.tensors,
+        tied=contents.tied,
+        files={},
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Find what the operating system said: DCP collects the errors of all ranks in one of its own."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or one in seen:
+            continue
+        seen.append(one)
+        if isinstance(one, OSError):
+            return one
+        failures = getattr(one, 'failures', {})  # dcp's CheckpointException: {rank: (exception, traceback)}
+        waiting += [one.__cause__, one.__context__, *(failure[0] for failure in failures.values())]
+    return error
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f'; {shutil.disk_usage(folder).free:,} bytes are free there'
+    except OSError:
+        return ''
