@@ -16,9 +16,11 @@ from composer_ds.errors import (
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
+    from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
     from composer_ds.counts import OptimizerSteps, optimizer_steps
     from composer_ds.events import Event
     from composer_ds.partitioned_construction import partitioned_init
+    from composer_ds.sharded.choice import LoadSharded
     from composer_ds.wandb_logger import WandBLogger
     from composer_ds.whole import make_whole
 
@@ -31,8 +33,10 @@ __all__ = [
     'DeepSpeed',
     'EnvironmentProblem',
     'Event',
+    'LoadSharded',
     'ModelOutputError',
     'OptimizerSteps',
+    'ShardedCheckpointSaver',
     'TrainingError',
     'WandBLogger',
     'make_whole',
@@ -44,7 +48,9 @@ __all__ = [
 _LAZY = {
     'DeepSpeed': 'composer_ds.algorithm',
     'Event': 'composer_ds.events',
+    'LoadSharded': 'composer_ds.sharded.choice',
     'OptimizerSteps': 'composer_ds.counts',
+    'ShardedCheckpointSaver': 'composer_ds.callbacks.sharded_checkpoint_saver',
     'WandBLogger': 'composer_ds.wandb_logger',
     'make_whole': 'composer_ds.whole',
     'optimizer_steps': 'composer_ds.counts',

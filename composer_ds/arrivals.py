@@ -69,7 +69,7 @@ def begin_copy(whole: torch.Tensor, is_first: bool) -> Begin:
         Begin: No collective.
     """
 
-    def begin(_: Scratch, start: int = 0, numel: int | None = None, dtype: torch.dtype | None = None) -> Finish:
+    def begin(scratch: Scratch, start: int = 0, numel: int | None = None, dtype: torch.dtype | None = None) -> Finish:
         end = None if numel is None else start + numel
         return lambda: whole.reshape(-1)[start:end].to('cpu', dtype or whole.dtype) if is_first else None
 
@@ -85,7 +85,7 @@ def in_turn(begins: Iterable[Callable[[Scratch], Finish]]) -> Iterator[torch.Ten
         begins (Iterable[Callable[[Scratch], Finish]]): In an order that is alike on all ranks.
 
     Yields:
-        torch.Tensor | None: On rank 0, flattened, in host memory, valid until the next but one; None on the others.
+        torch.Tensor | None: On rank 0, flattened, in host memory, valid until the next is asked for; None on others.
     """
     scratches = Scratch(), Scratch()
     finish = None

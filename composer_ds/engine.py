@@ -7,8 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from composer.loggers import Logger
 from packaging.version import Version
 
 from composer_ds.errors import EnvironmentProblem
-from composer_ds.partitions import full_shape
+from composer_ds.scalars import scalars_as_vectors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -101,7 +100,7 @@ def build_engine(
     # DeepSpeed (0.19) never takes this flag back, and with it an engine overlooks its communication_data_type.
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
-    with _scalars_as_vectors(model, ds_config['zero_optimization']['stage']):
+    with scalars_as_vectors(model.parameters(), ds_config['zero_optimization']['stage']):
         ds_engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,  # pyright: ignore[reportArgumentType]
@@ -109,27 +108,6 @@ def build_engine(
             dist_init_required=False,  # Composer has done it
         )
     return ds_engine
-
-
-@contextmanager
-def _scalars_as_vectors(model: torch.nn.Module, zero_stage: int) -> Iterator[None]:
-    """Let parameters of shape () pass through DeepSpeed's broadcast, which (0.19) views weights as bytes."""
-    scalars: list[Any] = [parameter for parameter in model.parameters() if full_shape(parameter) == ()]
-    for parameter in scalars:
-        if zero_stage == 3:
-            parameter.data = parameter.data.view(1)
-        else:  # stages 1 and 2 remember the shape, so they broadcast nothing, and it is done here
-            parameter.ds_optim_param = True
-            if dist.get_world_size() > 1:
-                dist.broadcast(parameter.detach(), src=0)
-    yield
-    for parameter in scalars:
-        if zero_stage == 3:
-            parameter.ds_shape = torch.Size(())
-            if parameter.numel():
-                parameter.data = parameter.data.view(())
-        else:
-            del parameter.ds_optim_param
 
 
 def _is_news(record: logging.LogRecord) -> bool:

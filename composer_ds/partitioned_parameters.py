@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from composer_ds.errors import ConfigError
 from composer_ds.facts import offload_device
+from composer_ds.scalars import scalars_as_vectors
 from composer_ds.whole import WAITING, is_waiting, lift_guards, whole_again
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def cut(parameters: Iterable[torch.nn.Parameter], zero: Mapping[str, Any]) -> No
     # The engine's own settings say later whether torch.nn.functional.linear is replaced: see hand_over.
     section = {**zero, 'stage': 3, 'memory_efficient_linear': False}
     config = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': section}
-    deepspeed.zero.Init(module=holder, config_dict_or_path=config, dtype=torch.float32)
+    with scalars_as_vectors(devices, 3):
+        deepspeed.zero.Init(module=holder, config_dict_or_path=config, dtype=torch.float32)
     for parameter, device in devices.items():
         waiting = Waiting(dict(zero), device, parameter._version, parameter.ds_tensor._version)  # pyright: ignore
         setattr(parameter, WAITING, waiting)

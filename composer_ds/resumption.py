@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
 from composer.core import State
 from composer.loggers import Logger
 
@@ -10,6 +15,7 @@ from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSave
 from composer_ds.errors import ConfigError
 from composer_ds.sharded.choice import LoadSharded, chosen_path, newest, read_load_sharded
 from composer_ds.sharded.loading import load_sharded
+from composer_ds.sharded.remote import discard_download
 from composer_ds.sharded.source import ShardedSource
 from composer_ds.trainer_frame import given_load_path
 
@@ -47,17 +53,30 @@ def load_what_is_chosen(wanted: LoadSharded | None, state: State, logger: Logger
     loaded_batch = state.timestamp.batch.value
     savers = [one for one in state.callbacks if isinstance(one, ShardedCheckpointSaver) and one.autoresume]
     for saver in savers:
+        saver.recover(state)
         found = newest(saver.folder, state)
         if found is None:
             announce(f'autoresume: {saver.folder} holds no complete checkpoint yet.')
             continue
-        path = chosen_path(found, state)
-        batch = ShardedSource(path).manifest.time['batch']
-        if batch > loaded_batch:
-            load_sharded(LoadSharded(path), state, logger)
-            return
+        with _local(found, state) as path:
+            batch = ShardedSource(path).manifest.time['batch']
+            if batch > loaded_batch:
+                load_sharded(LoadSharded(path), state, logger)
+                return
         announce(f'autoresume: {found} is of batch {batch}, no later than batch {loaded_batch}, which was loaded.')
     if wanted is not None and loaded_batch == 0:
-        load_sharded(wanted, state, logger)
+        with _local(wanted.path, state) as path:
+            load_sharded(dataclasses.replace(wanted, path=path), state, logger)
     elif wanted is not None:
         announce(f'{wanted.path} is not loaded: autoresume has found a later checkpoint.')
+
+
+@contextmanager
+def _local(wanted: str, state: State) -> Iterator[str]:
+    """Download a checkpoint while it is needed, if it lies in an object store. Collective."""
+    path = chosen_path(wanted, state)
+    try:
+        yield path
+        dist.barrier()  # until all have read it
+    finally:
+        discard_download(path)

@@ -62,7 +62,6 @@ class CommunicationMonitor(Monitor):
         self._trained = self._frozen = 0
         self._before: Mapping[str, Traffic] | None = None
         self._microbatches = 0
-        self._metrics: dict[str, float] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Read the plan. Called by Composer, on every rank.
@@ -108,7 +107,7 @@ class CommunicationMonitor(Monitor):
         after = collectives.totals()
         self._stop()
         traffic = {name: now.since(before.get(name, Traffic())) for name, now in after.items()}
-        self._metrics = {
+        self.pending = {
             'optimizer_steps/applied': steps.applied,
             **self._measured(traffic, steps.microbatches - self._microbatches),
         }
@@ -120,11 +119,8 @@ class CommunicationMonitor(Monitor):
             state (State): Composer's state, which has counted the batch.
             logger (Logger): Composer's logger.
         """
-        steps = optimizer_steps(state)
-        if self._metrics:
-            logger.log_metrics(self._metrics)
-            self._metrics = {}
-        elif self._before is not None and steps.consecutive_skipped:
+        super().batch_end(state, logger)
+        if optimizer_steps(state).consecutive_skipped:
             self._stop()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -134,7 +130,7 @@ class CommunicationMonitor(Monitor):
             state (State): Composer's state.
             logger (Logger): Composer's logger.
         """
-        self.batch_end(state, logger)
+        super().fit_end(state, logger)
         self._stop()
 
     def close(self, state: State, logger: Logger) -> None:

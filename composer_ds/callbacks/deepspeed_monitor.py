@@ -22,8 +22,8 @@ class DeepSpeedMonitor(Monitor):
     """Logs what happens at each optimizer step of DeepSpeed, or at every n-th.
 
     All keys of an optimizer step are logged together, at the end of its batch, with ``optimizer_steps/applied`` among
-    them for the x-axis. After a skipped optimizer step the first four, and the loss scale, are logged alone. Times and
-    throughput are those of everything since the last log, without evaluation; times are of this rank.
+    them for the x-axis. After a skipped optimizer step the first five are logged alone. Times and throughput are those
+    of everything since the last log (or the start of ``fit``), without evaluation; times are of this rank.
 
     +-------------------------------------------+------------------------------------------------------------------+
     | Key                                       | Logged data                                                      |
@@ -36,7 +36,7 @@ class DeepSpeedMonitor(Monitor):
     +-------------------------------------------+------------------------------------------------------------------+
     | ``optimizer_steps/microbatches``          | Backward passes of this rank                                     |
     +-------------------------------------------+------------------------------------------------------------------+
-    | ``gradient/loss_scale``                   | That this optimizer step was made with. fp16 only                |
+    | ``gradient/loss_scale``                   | That this optimizer step was made with. Only in fp16             |
     +-------------------------------------------+------------------------------------------------------------------+
     | ``learning_rate/group{GROUP}``            | That this update was made with, for each parameter group         |
     +-------------------------------------------+------------------------------------------------------------------+
@@ -54,11 +54,12 @@ class DeepSpeedMonitor(Monitor):
     +-------------------------------------------+------------------------------------------------------------------+
     | ``speed/tokens_per_sec``                  | Tokens of all ranks. Only where the dataloader counts tokens     |
     +-------------------------------------------+------------------------------------------------------------------+
-    | ``speed/samples_per_optimizer_step``      | Samples of all ranks                                             |
+    | ``speed/samples_per_optimizer_step``      | Samples of all ranks; skipped optimizer steps count, too         |
     +-------------------------------------------+------------------------------------------------------------------+
     | ``speed/tokens_per_optimizer_step``       | Tokens of all ranks. Only where the dataloader counts tokens     |
     +-------------------------------------------+------------------------------------------------------------------+
-    | ``time_split/total_sec``                  | Seconds for each applied optimizer step, as all times here       |
+    | ``time_split/total_sec``                  | Seconds for each optimizer step, applied or skipped, as all times|
+    |                                           | here                                                             |
     +-------------------------------------------+------------------------------------------------------------------+
     | ``time_split/forward_sec``                | Forward pass and loss, of all microbatches                       |
     +-------------------------------------------+------------------------------------------------------------------+
@@ -109,7 +110,9 @@ class DeepSpeedMonitor(Monitor):
         self._clipping = 0.0
         self._was_clipped: deque[bool] = deque(maxlen=_CLIPPING_WINDOW)
         self._is_fp16 = self._is_pending = False
-        self._skipped = self._applied = self._samples = self._tokens = 0
+        self._skipped = 0
+        self._last: tuple[int, int, int, int] = (0, 0, 0, 0)
+        """Attempted and applied optimizer steps, samples and tokens, when the times were taken last."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Note when a phase begins or ends. Called by Composer at every event, on every rank.
@@ -137,8 +140,7 @@ class DeepSpeedMonitor(Monitor):
         self._clipping = float(algorithm.plan.ds_config.get('gradient_clipping') or 0.0)
         self._is_fp16 = algorithm.plan.precision == 'amp_fp16'
         self._is_pending = False
-        self._skipped, self._applied = steps.skipped, steps.applied
-        self._samples, self._tokens = state.timestamp.sample.value, state.timestamp.token.value
+        self._skipped, self._last = steps.skipped, _progress(state, steps)
         self._stop()
         if self.per_layer:
             optimizer = algorithm.ds_engine.optimizer.optimizer  # the PartitionedOptimizer that ZeRO wraps
@@ -233,16 +235,15 @@ class DeepSpeedMonitor(Monitor):
     def _speed(self, state: State, steps: OptimizerSteps) -> dict[str, float]:
         assert self._time is not None
         split = self._time.take()
-        updates, samples = steps.applied - self._applied, state.timestamp.sample.value - self._samples
-        tokens = state.timestamp.token.value - self._tokens
-        self._applied = steps.applied
-        self._samples, self._tokens = state.timestamp.sample.value, state.timestamp.token.value
-        metrics = {'speed/optimizer_steps_per_sec': updates / split['total']}
+        now = _progress(state, steps)
+        attempted, applied, samples, tokens = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        metrics = {'speed/optimizer_steps_per_sec': applied / split['total']}
         for name, number in (('samples', samples), ('tokens', tokens)):
             if number or name == 'samples':
                 metrics[f'speed/{name}_per_sec'] = number / split['total']
-                metrics[f'speed/{name}_per_optimizer_step'] = number / updates
-        return metrics | {f'time_split/{phase}_sec': sec / updates for phase, sec in split.items()}
+                metrics[f'speed/{name}_per_optimizer_step'] = number / attempted
+        return metrics | {f'time_split/{phase}_sec': sec / attempted for phase, sec in split.items()}
 
     def _per_layer(self) -> dict[str, float]:
         layers, self._layers = self._layers, {}
@@ -253,3 +254,8 @@ class DeepSpeedMonitor(Monitor):
             metrics[f'l2_norm/update/{name}'] = norms.update
             metrics[f'update_to_weight/{name}'] = norms.update_to_weight
         return metrics
+
+
+def _progress(state: State, steps: OptimizerSteps) -> tuple[int, int, int, int]:
+    time = state.timestamp
+    return steps.attempted, steps.applied, time.sample.value, time.token.value

@@ -28,6 +28,8 @@ class Monitor(Callback):
                 'needed; 1 logs at each'
             )
         self.interval = interval
+        self.pending: dict[str, float] = {}
+        """What is to be logged when the batch is over."""
 
     def init(self, state: State, logger: Logger) -> None:
         """Check that there is something to watch. Called by Composer on every rank, from ``Trainer(...)``.
@@ -47,3 +49,23 @@ class Monitor(Callback):
                 "algorithms=[DeepSpeed(...)], or use Composer's own callbacks: SpeedMonitor, OptimizerMonitor, "
                 'LRMonitor, MemoryMonitor'
             )
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log what the batch's optimizer step gave. Called by Composer, on every rank.
+
+        Args:
+            state (State): Composer's state, which has counted the batch.
+            logger (Logger): Composer's logger.
+        """
+        if self.pending:
+            logger.log_metrics(self.pending)
+            self.pending = {}
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Log the optimizer step of a short last window. Called by Composer, on every rank.
+
+        Args:
+            state (State): Composer's state.
+            logger (Logger): Composer's logger.
+        """
+        self.batch_end(state, logger)

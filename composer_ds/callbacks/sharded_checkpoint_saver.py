@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +17,15 @@ from composer.core import Event, State, Time
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist, format_name_with_dist, format_name_with_dist_and_time
 
+from composer_ds.announcements import announce
 from composer_ds.errors import ConfigError
-from composer_ds.sharded.files import complete_ones, remove
-from composer_ds.sharded.preemption import Preemption
+from composer_ds.running import running_deepspeed
+from composer_ds.sharded.agreement import agreeing
+from composer_ds.sharded.choice import later_ones
+from composer_ds.sharded.preemption import Preemption, SaveInterval
 from composer_ds.sharded.remote import RemoteFolder
-from composer_ds.sharded.writing import Save, agreeing
+from composer_ds.sharded.siblings import problems_of_name, recover, rotate
+from composer_ds.sharded.writing import Save
 
 __all__ = ['ShardedCheckpointSaver']
 
@@ -53,8 +58,8 @@ class ShardedCheckpointSaver(Callback):
             one. It comes before ``DeepSpeed(load_sharded=...)`` and ``load_path``. Default: False.
         overwrite (bool): Whether to save into a folder that holds checkpoints of a later batch than the one at which
             training starts. Default: False.
-        save_on_sigterm (bool): Whether a SIGTERM lets the ranks save after the batch at hand, and end training.
-            Default: True.
+        save_on_sigterm (bool): Whether a SIGTERM lets the ranks save after the optimizer step at hand, and end
+            training. Default: True.
     """
 
     def __init__(
@@ -69,7 +74,12 @@ class ShardedCheckpointSaver(Callback):
         overwrite: bool = False,
         save_on_sigterm: bool = True,
     ):
-        problems = _problems_of(filename, num_checkpoints_to_keep)
+        problems = problems_of_name(filename)
+        if num_checkpoints_to_keep < -1 or num_checkpoints_to_keep == 0:
+            problems.append(
+                f'ShardedCheckpointSaver(num_checkpoints_to_keep={num_checkpoints_to_keep}): allowed are -1 for all, '
+                'and 1 or more: the newest is never removed'
+            )
         if weights_only and autoresume:
             problems.append(
                 'ShardedCheckpointSaver(weights_only=True, autoresume=True): weights alone say not where a run was; '
@@ -79,13 +89,16 @@ class ShardedCheckpointSaver(Callback):
             raise ConfigError(problems)
         self.folder = folder
         self.filename = filename
-        self.save_interval: Any = interval if callable(interval) else create_interval_scheduler(interval)
+        self._preemption = Preemption() if save_on_sigterm else None
+        # A public name, and a function: DeepSpeed lets it wait for the end of an optimizer step, as Composer's.
+        self.save_interval: Any = SaveInterval(
+            interval if callable(interval) else create_interval_scheduler(interval), self._preemption
+        )
         self.num_checkpoints_to_keep = num_checkpoints_to_keep
         self.weights_only = weights_only
         self.asynchronous = asynchronous
         self.autoresume = autoresume
         self.overwrite = overwrite
-        self._preemption = Preemption() if save_on_sigterm else None
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future | None = None
         self._group: Any = None
@@ -117,6 +130,26 @@ class ShardedCheckpointSaver(Callback):
             self._store = RemoteFolder(folder)
         return self._store
 
+    def recover(self, state: State) -> None:
+        """End what a killed save left in the folder.
+
+        Collective: called before anything is loaded from the folder or saved there.
+
+        Args:
+            state (State): Composer's state.
+
+        Raises:
+            CheckpointError: On every rank, when one cannot.
+        """
+        self.wait()
+        folder, remote = self.local_folder(state), self._remote(state)
+        for first in (dist.get_global_rank() == 0, dist.get_local_rank() == 0):  # on disks of the nodes' own, too
+            with agreeing(self.group, lambda error: f'What a killed save left in {folder} cannot be removed: {error}'):
+                if first and remote is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif first:
+                    recover(folder, self.filename)
+
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to mix two runs in one folder. Called by Composer, on every rank.
 
@@ -129,28 +162,25 @@ class ShardedCheckpointSaver(Callback):
         Raises:
             ConfigError: On every rank.
         """
+        running_deepspeed(state, 'ShardedCheckpointSaver')
         if self._preemption is not None:
             self._preemption.watch()
-        later = [self._later_one(state) if dist.get_global_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(later, src=0, group=self.group)
-        if later[0] is not None:
-            raise ConfigError(later[0])
-
-    def _later_one(self, state: State) -> str | None:
-        if self.overwrite:
-            return None
-        now = state.timestamp.batch.value
-        later = [(path, one.time['batch']) for path, one in complete_ones(self.local_folder(state))]
-        ahead = [f'{path} (batch {batch})' for path, batch in later if batch > now]
-        if not ahead:
-            return None
-        return (
-            f'ShardedCheckpointSaver(folder={self.folder!r}): training starts at batch {now}, and the folder holds '
-            f'{", ".join(ahead)}. Give autoresume=True to go on from the newest, another folder, or overwrite=True.'
-        )
+        self.recover(state)
+        remote, now = self._remote(state), state.timestamp.batch.value
+        ahead: list[Any] = [[]]
+        with agreeing(self.group, str):
+            if dist.get_global_rank() == 0 and not self.overwrite:
+                ahead[0] = later_ones(self.local_folder(state), remote, now)
+        torch.distributed.broadcast_object_list(ahead, src=0, group=self.group)
+        if ahead[0]:
+            raise ConfigError(
+                f'ShardedCheckpointSaver(folder={self.folder!r}): training starts at batch {now}, and the folder holds '
+                f'{", ".join(ahead[0])}. Give autoresume=True to go on from the newest, another folder, or '
+                'overwrite=True.'
+            )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Stop training after a SIGTERM, which also makes Composer save. Called after every batch, on every rank.
+        """Hear of a SIGTERM on any rank. Called after every batch, on every rank.
 
         Collective when ``save_on_sigterm`` is on.
 
@@ -158,42 +188,32 @@ class ShardedCheckpointSaver(Callback):
             state (State): Composer's state.
             logger (Logger): Composer's logger.
         """
-        if self._preemption is not None and self._preemption.is_asked_for():
-            if dist.get_global_rank() == 0:
-                log.warning('SIGTERM: training ends after batch %d, and is saved.', state.timestamp.batch.value)
-            state.stop_training()
+        if self._preemption is not None:
+            self._preemption.is_asked_for()
 
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save when it is time. Called by Composer after every batch, on every rank. Collective when it saves.
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Save when it is time. Called by Composer on every event, on every rank. Collective when it saves.
 
         Args:
+            event (Event): After a batch, an epoch and an iteration it may be time.
             state (State): Composer's state.
             logger (Logger): Composer's logger.
         """
-        self._save_if_due(state, Event.BATCH_CHECKPOINT)
+        if event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT):
+            self._save_if_due(event, state)
+        else:
+            super().run_event(event, state, logger)
 
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save when it is time. Called by Composer after every epoch, on every rank. Collective when it saves.
-
-        Args:
-            state (State): Composer's state.
-            logger (Logger): Composer's logger.
-        """
-        self._save_if_due(state, Event.EPOCH_CHECKPOINT)
-
-    def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save when it is time. Called by Composer after every iteration, on every rank. Collective when it saves.
-
-        Args:
-            state (State): Composer's state.
-            logger (Logger): Composer's logger.
-        """
-        self._save_if_due(state, Event.ITERATION_CHECKPOINT)
-
-    def _save_if_due(self, state: State, event: Event) -> None:
-        due = self.save_interval(state, event) or (self._preemption is not None and self._preemption.asked_for)
-        if due and self._saved_at != state.timestamp.batch.value:
+    def _save_if_due(self, event: Event, state: State) -> None:
+        if not self.save_interval(state, event):
+            return
+        if self._saved_at != state.timestamp.batch.value:
             self.save(state)
+        if self._preemption is not None and self._preemption.asked_for:
+            self.wait()
+            announce(f'SIGTERM: saved after batch {state.timestamp.batch.value}; training ends.')
+            # Afterwards, so that the checkpoint is one of a run that goes on.
+            state.stop_training()
 
     def save(self, state: State) -> Path:
         """Save a checkpoint now; between two batches.
@@ -209,11 +229,10 @@ class ShardedCheckpointSaver(Callback):
         Raises:
             CheckpointError: On every rank, when this save or the one before it failed.
         """
-        self.wait()
         started = time.monotonic()
-        folder = self.local_folder(state)
+        self.wait()
         name = format_name_with_dist_and_time(self.filename, state.run_name, state.timestamp)
-        save = Save(folder / name, self.group, self.weights_only)
+        save = Save(self.local_folder(state) / name, self.group, self.weights_only)
         save.prepare(state, to_host=self.asynchronous)
         stalled_sec = time.monotonic() - started
         self._saved_at = state.timestamp.batch.value
@@ -228,24 +247,14 @@ class ShardedCheckpointSaver(Callback):
     def _write(self, save: Save, remote: RemoteFolder | None, started: float, stalled_sec: float | None) -> None:
         save.write()
         if remote is not None:
-            with agreeing(self.group, lambda error: f'{save.folder.name} was not uploaded: {error!r}'):
-                remote.upload_files(save)
-            with agreeing(self.group, lambda error: f'{save.folder.name} was not uploaded: {error!r}'):
-                remote.publish(save)
-        elif save.is_first_of_folder:
-            self._rotate(save.folder)
+            remote.upload(save)
+        elif save.is_first_of_folder and self.num_checkpoints_to_keep > 0:
+            rotate(save.folder, self.num_checkpoints_to_keep)
         # Ranks that leave while others still use the group would break it.
         torch.distributed.barrier(self.group)
         if dist.get_global_rank() == 0:
             stalled = '' if stalled_sec is None else f'; training waited {stalled_sec:.1f} s'
             log.info('Saved %s in %.1f s%s', save.folder, time.monotonic() - started, stalled)
-
-    def _rotate(self, newest: Path) -> None:
-        if self.num_checkpoints_to_keep >= 0:
-            others = [path for path, _ in complete_ones(newest.parent) if path != newest]
-            keep = max(self.num_checkpoints_to_keep, 1) - 1
-            for path in others[: len(others) - keep]:
-                remove(path)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete.
@@ -259,15 +268,23 @@ class ShardedCheckpointSaver(Callback):
         if writing is not None:
             writing.result()
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait for the last save. Called by Composer at the end of training, on every rank. Collective.
+
+        Not left to :meth:`close`, whose errors Composer only logs.
+
+        Args:
+            state (State): Composer's state.
+            logger (Logger): Composer's logger.
+        """
+        self.wait()
+
     def close(self, state: State, logger: Logger) -> None:
         """Wait for the last save. Called by Composer when the Trainer is closed, on every rank.
 
         Args:
             state (State): Composer's state.
             logger (Logger): Composer's logger.
-
-        Raises:
-            CheckpointError: On every rank, when it could not be written.
         """
         if self._preemption is not None:
             self._preemption.leave()
@@ -277,23 +294,3 @@ class ShardedCheckpointSaver(Callback):
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-
-
-def _problems_of(filename: str, num_checkpoints_to_keep: int) -> list[str]:
-    problems = []
-    if '{rank}' in filename or '/' in filename:
-        problems.append(
-            f'ShardedCheckpointSaver(filename={filename!r}): the name of one folder for all ranks is needed, without '
-            "{rank} and '/'; write 'ep{epoch}-ba{batch}', and put the rest into folder"
-        )
-    elif '{batch}' not in filename and '{epoch}' not in filename and '{sample}' not in filename:
-        problems.append(
-            f'ShardedCheckpointSaver(filename={filename!r}): every checkpoint would replace the one before it while it '
-            "is the only one; write 'ba{batch}', say"
-        )
-    if num_checkpoints_to_keep < -1 or num_checkpoints_to_keep == 0:
-        problems.append(
-            f'ShardedCheckpointSaver(num_checkpoints_to_keep={num_checkpoints_to_keep}): allowed are -1 for all, and 1 '
-            'or more: the newest is never removed'
-        )
-    return problems

@@ -86,7 +86,7 @@ class ZeroMemoryMonitor(Monitor):
         super().__init__(interval)
         self._ds_engine: Any = None
         self._predicted: dict[str, int] = {}
-        self._metrics: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
         self._is_first = True
         self._applied_before = 0
 
@@ -120,23 +120,23 @@ class ZeroMemoryMonitor(Monitor):
         if steps.applied == self._applied_before:
             return  # there is no optimizer state yet
         if self._is_first or (steps.applied + 1) % self.interval == 0:
-            self._metrics = self._measure()
+            self._counted = self._measure()
 
     def optimizer_step(self, state: State, logger: Logger) -> None:
-        """Log what was counted in this optimizer step. Called on every rank, after each that was applied.
+        """Keep what was counted in this optimizer step. Called on every rank, after each that was applied.
 
         Args:
             state (State): Composer's state.
             logger (Logger): Composer's logger.
         """
-        if not self._metrics:
+        if not self._counted:
             return
-        metrics, self._metrics, self._is_first = self._metrics, {}, False
+        counted, self._counted, self._is_first = self._counted, {}, False
         if state.device.name == 'gpu':
             peak = torch.cuda.max_memory_allocated()
-            on_device = metrics['zero_memory/total'] - metrics['zero_memory/in_host_memory']
-            metrics |= {'zero_memory/peak_allocated': peak, 'zero_memory/activations': peak - on_device}
-        logger.log_metrics({'optimizer_steps/applied': optimizer_steps(state).applied, **metrics})
+            on_device = counted['zero_memory/total'] - counted['zero_memory/in_host_memory']
+            counted |= {'zero_memory/peak_allocated': peak, 'zero_memory/activations': peak - on_device}
+        self.pending = {'optimizer_steps/applied': optimizer_steps(state).applied, **counted}
 
     def _measure(self) -> dict[str, float]:
         places = bytes_by_kind(self._ds_engine)

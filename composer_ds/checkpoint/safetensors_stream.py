@@ -115,7 +115,7 @@ class SafetensorsStream:
         left = math.prod(shape) - self._written
         if run.numel() > left:
             raise ValueError(f'{name}: {run.numel()} elements were given, and {left} of {math.prod(shape)} are missing')
-        data = run.detach().to('cpu', dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = run.detach().to('cpu', dtype).contiguous().view(-1).view(torch.uint8).numpy()
         self._file_of[name].write(name, self._written * dtype.itemsize, memoryview(data))
         self._written += run.numel()
         self._skip_complete()

@@ -94,7 +94,7 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
         folder (str | Path): The folder.
 
     Returns:
-        list[Path]: The oldest first; symlinks are left out.
+        list[Path]: In the order of the numbers in their names; symlinks are left out.
     """
     folder = Path(folder)
     if not folder.is_dir() or (folder / MANIFEST).exists() or any(folder.glob('*.distcp')):
@@ -110,4 +110,5 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
             or (one.suffix == '.pt' and one.is_file() and '_states' not in one.name)
         )
     ]
-    return sorted(found, key=lambda one: (one.stat().st_mtime, one.name))
+    # By the numbers of epoch and batch in their names: a copy may have lost its time.
+    return sorted(found, key=lambda one: ([int(number) for number in re.findall(r'\d+', one.name)], one.name))

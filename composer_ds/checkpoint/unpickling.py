@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from composer_ds.checkpoint.damage import damage
 from composer_ds.errors import CheckpointError
@@ -34,7 +35,7 @@ _INERT: list[Any] = [
     *(type(np.dtype(name)) for name in _NUMBERS),
     datetime.timedelta,
     datetime.datetime,
-    torch.torch_version.TorchVersion,
+    TorchVersion,
 ]
 
 

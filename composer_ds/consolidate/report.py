@@ -29,7 +29,8 @@ def run(checkpoint: str, out: str, **options: Any) -> None:
 def _print(written: Consolidated, out: str, console: Console) -> None:
     weights = written.weights
     dtypes = sorted({str(weight.dtype).removeprefix('torch.') for weight in weights.tensors})
-    tied = f' and {len(weights.tied)} further names of them' if weights.tied else ''
+    count = len(weights.tied)
+    tied = f' and {count} further name{"s" if count > 1 else ""} of them' if count else ''
     console.print(
         f'Wrote {len(weights.tensors)} tensors{tied}, {decimal(weights.size_bytes)} ({", ".join(dtypes)}), from the '
         f'{written.source.format} {written.source.path}, to {out}',

@@ -92,9 +92,8 @@ def unpack(path: Path, into: Path) -> Path:
                 for member in archive:
                     parts = member.name.removeprefix('./').split('/')
                     # Nothing but files at the two known places: an archive can name any path.
-                    if not member.isfile() or not (
-                        parts == [COMPOSER_STATES] or (len(parts) == 2 and parts[0] == _TAG)
-                    ):
+                    known = parts == [COMPOSER_STATES] or (len(parts) == 2 and parts[0] == _TAG)
+                    if not (known and member.isfile() and parts[-1].endswith('.pt')):
                         continue
                     source = archive.extractfile(member)
                     assert source is not None

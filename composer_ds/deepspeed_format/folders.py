@@ -103,7 +103,11 @@ def find_tag_folder(path: Path) -> Path:
         CheckpointError: When there is none, or nothing says which.
     """
     if not path.is_dir():
-        raise CheckpointError(f'{path} is not there.' if not path.exists() else f'{path} is not a folder.')
+        raise CheckpointError(
+            f'{path} is not there.'
+            if not path.exists()
+            else f'{path} is neither a folder nor a complete archive of Composer (up to 0.27) with a folder deepspeed.'
+        )
     if _is_tag_folder(path):
         return path
     below = _tag_folders(path)

@@ -86,16 +86,21 @@ def read_stage_1_or_2(
         contents.param_groups.append({'params': list(shapes), **settings_of(group)})
         layouts.append((places, last if shapes else 0, partitions[index]))
     name_frozen(contents)
+    # With this setting DeepSpeed (to 0.19.8) stores where the parameters would be without it.
+    zero = (shards.content(model).get('ds_config') or {}).get('zero_optimization') or {}
+    in_turns = bool(zero.get('round_robin_gradients'))
 
     def check(file: str, content: Any) -> None:
         if file in files:
             stored = _stored(shards, file, _PARTS_1_2, content)
-            _check_stage_1_or_2(shards.folder / file, stored, files.index(file), world_size, layouts)
+            _check_stage_1_or_2(shards.folder / file, stored, files.index(file), world_size, layouts, in_turns)
 
     return contents, check
 
 
-def _check_stage_1_or_2(file: Path, stored: dict[str, Any], rank: int, world_size: int, layouts: Sequence[Any]) -> None:
+def _check_stage_1_or_2(
+    file: Path, stored: dict[str, Any], rank: int, world_size: int, layouts: Sequence[Any], in_turns: bool
+) -> None:
     if stored_world_size(stored) != world_size:
         raise CheckpointError(
             f'{file} is of a run on {stored_world_size(stored)} ranks, the others of one on {world_size}.'
@@ -107,7 +112,7 @@ def _check_stage_1_or_2(file: Path, stored: dict[str, Any], rank: int, world_siz
             raise CheckpointError(f'{file} holds {has:,} elements of parameter group {index}, not {needed:,}.')
         # DeepSpeed stores where it thinks that each parameter is. Should a version lay them out in another way, this
         # tells, before a wrong weight is read.
-        if 'param_slice_mappings' not in stored:
+        if 'param_slice_mappings' not in stored or in_turns:
             continue
         theirs = {name: (run.start, run.numel) for name, run in stored['param_slice_mappings'][index].items()}
         ours = {}

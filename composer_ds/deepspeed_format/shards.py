@@ -54,11 +54,20 @@ class Shards:
 
         Returns:
             Any: Its content. Keep no tensor of it: that would keep the mapping.
+
+        Raises:
+            CheckpointError: When it is missing, damaged, refused, or of another run.
         """
         if shard not in self._contents:
             content = load(self.folder / shard, self.trusted)
             if shard not in self._touched_bytes:
-                self._check(shard, content)
+                try:
+                    self._check(shard, content)
+                except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f'{self.folder / shard} is not laid out as the other files of the checkpoint: '
+                        f'{type(error).__name__}: {error}'
+                    ) from error
                 self._touched_bytes[shard] = 0
             if len(self._contents) == _MOST_OPEN:
                 del self._contents[next(iter(self._contents))]

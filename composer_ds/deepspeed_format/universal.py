@@ -5,6 +5,7 @@ Buffers and frozen parameters are in the files of the ranks, which it copies bes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,9 @@ def read_universal(shards: Shards, names: ShardNames, model: str, param_shapes: 
     for name, shape in ((name, shape) for group in param_shapes for name, shape in group.items()):
         folder = f'zero/{name}'
         weights = _tensor(shards, f'{folder}/fp32.pt')
-        if weights is None or tuple(weights.shape) != tuple(shape):
-            raise CheckpointError(f'{shards.folder / folder} has no fp32.pt with a tensor of the shape {tuple(shape)}.')
+        # Of stage 3 they are flat, with the padding of the last rank.
+        if weights is None or weights.numel() < math.prod(shape):
+            raise CheckpointError(f'{shards.folder / folder} has no fp32.pt with {math.prod(shape):,} elements.')
         state = {
             key: (value.dtype, Whole(f'{folder}/{key}.pt', _keys(shards, f'{folder}/{key}.pt')))
             for key in sorted(path.stem for path in (shards.folder / folder).glob('*.pt') if path.stem != 'fp32')
@@ -63,8 +65,13 @@ def read_universal(shards: Shards, names: ShardNames, model: str, param_shapes: 
         contents.param_groups = [{'params': [], **settings_of(group)} for group in groups]
         # One entry for each (sub) group of parameters, numbered through all parameter groups.
         owners = [index for index, group in enumerate(groups) for _ in group['params']]
-        for index, group in zip(owners, param_shapes, strict=True):
+        # Of stage 3, what is not a tensor has no files of its own.
+        state = shards.content(_SETTINGS).get('optimizer_state_dict', {}).get('state', {})
+        ids = [id for group in groups for id in group['params']]
+        for index, id, group in zip(owners, ids, param_shapes, strict=True):
             contents.param_groups[index]['params'] += list(group)
+            for name in group if 'step' in state.get(id, {}) else ():
+                contents.scalar_state.setdefault(name, {'step': float(state[id]['step'])})
     return contents
 
 

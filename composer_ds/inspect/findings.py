@@ -150,7 +150,7 @@ def verify(findings: Findings, tell: Callable[[int], None]) -> None:
         findings (Findings): Learns what is damaged.
         tell (Callable[[int], None]): Called with the number of bytes that were read since, where that is known.
     """
-    source = findings.source
+    source: Any = findings.source
     findings.damaged = source.damaged(tell) if isinstance(source, ShardedSource) else source.damaged()
 
 
@@ -201,7 +201,7 @@ def list_folder(path: str | Path, trusted: bool = False) -> list[Listed]:
         trusted (bool): Whether to unpickle classes that are not harmless. Default: False.
 
     Returns:
-        list[Listed]: The oldest first; empty for a path that is a checkpoint itself, or no folder.
+        list[Listed]: In the order of the numbers in their names; none for a path that is a checkpoint itself.
     """
     folder = Path(path)
     latest = _latest(folder)
@@ -212,7 +212,7 @@ def list_folder(path: str | Path, trusted: bool = False) -> list[Listed]:
         entry.is_unfinished = one.name.startswith('.incomplete-')
         try:
             if entry.is_unfinished:
-                entry.problem = 'being written, or left by a save that was killed'
+                entry.problem = 'has the temporary name of a save, which goes on or was killed'
             else:
                 entry.findings = look(one, trusted)
                 entry.problem = '; '.join(entry.findings.missing)

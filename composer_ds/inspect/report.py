@@ -53,7 +53,7 @@ def print_list(listed: list[Listed], folder: str, console: Console) -> None:
     for one in listed:
         source = one.findings.source if one.findings is not None else None
         facts = source.facts if source is not None else {}
-        verdict = f'no: {one.problem}' if one.problem else 'yes'
+        verdict = 'being written' if one.is_unfinished else 'no' if one.problem else 'yes'
         table.add_row(
             Text('>' if one.is_latest else ''),
             Text(one.path.name),
@@ -63,10 +63,14 @@ def print_list(listed: list[Listed], folder: str, console: Console) -> None:
             Text(decimal(one.size_bytes)),
             Text(verdict, style='' if not one.problem else 'dim' if one.is_unfinished else 'red'),
         )
-    about = 'Checksums were not looked at: give one of the checkpoints for that.'
+    notes = [f'{one.path.name}: {one.problem}' for one in listed if one.problem and not one.is_unfinished]
+    if any(one.is_unfinished for one in listed):
+        notes.append('being written: has the temporary name of a save, which goes on or was killed.')
     if any(one.is_latest for one in listed):
-        about = f'> is the latest. {about}'
-    _section(console, f'{len(listed)} checkpoint{"s" if len(listed) > 1 else ""} in {folder}', table, Text(about))
+        notes.append('> is the latest.')
+    notes.append('Checksums were not looked at: give one of the checkpoints for that.')
+    title = f'{len(listed)} checkpoint{"s" if len(listed) > 1 else ""} in {folder}'
+    _section(console, title, table, *(Text(note) for note in notes))
 
 
 def _section(console: Console, title: str, *parts: Any) -> None:
@@ -149,7 +153,8 @@ def _totals(findings: Findings) -> Iterable[tuple[str, str]]:
                 words += f' ({", ".join(keys)})'
             yield f'  {name}' if name in kinds else name, words
     if findings.source.tied:
-        yield 'tied', f'{len(findings.source.tied):,} further names of the same tensors'
+        count = len(findings.source.tied)
+        yield 'tied', f'{count:,} further name{"s" if count > 1 else ""} of the same tensors'
     if 'optimizer state' not in totals:
         yield 'optimizer state', 'none'
 
@@ -166,4 +171,5 @@ def _verdict(findings: Findings) -> Iterable[Text]:
         yield Text('Damaged:', style='red')
         yield from (Text(f'- {one}', style='red') for one in findings.damaged)
     else:
-        yield Text('No damage: whatever has a checksum matches it.', style='green')
+        where = ' in the other files' if findings.missing else ''
+        yield Text(f'No damage{where}: whatever has a checksum matches it.', style='green')

@@ -47,6 +47,7 @@ CALLBACKS = {
     'oom_observer': 'composer.callbacks:OOMObserver',
     'optimizer_monitor': 'composer.callbacks:OptimizerMonitor',
     'runtime_estimator': 'composer.callbacks:RuntimeEstimator',
+    'sharded_checkpoint_saver': 'composer_ds.callbacks.sharded_checkpoint_saver:ShardedCheckpointSaver',
     'speed_monitor': 'composer.callbacks:SpeedMonitor',
     'system_metrics_monitor': 'composer.callbacks:SystemMetricsMonitor',
     'threshold_stopper': 'composer.callbacks:ThresholdStopper',

@@ -63,6 +63,10 @@ def _no_auto(value: Any) -> Any:
     return value
 
 
+def _path_alone(value: Any) -> Any:
+    return {'path': value} if isinstance(value, str) else value
+
+
 Duration = Annotated[int | str, PlainValidator(_duration)]
 DurationOrNever = Annotated[int | str, PlainValidator(_duration_or_never)]
 Microbatch = Annotated[PositiveInt, BeforeValidator(_no_auto)]
@@ -116,6 +120,17 @@ class TrainConfig(_Section):
     python_log_level: Literal['debug', 'info', 'warning', 'error', 'critical'] | None = None
 
 
+class LoadShardedConfig(_Section):
+    """Section `deepspeed.load_sharded`: arguments of `composer_ds.LoadSharded`. A path alone will do."""
+
+    path: str
+    weights_only: bool = False
+    strict: bool = True
+    schedulers: bool = True
+    verify: bool = True
+    trusted: bool = False
+
+
 class DeepSpeedConfig(_Section):
     """Section `deepspeed`: arguments of `composer_ds.DeepSpeed`. Without the section Composer trains with DDP."""
 
@@ -124,6 +139,7 @@ class DeepSpeedConfig(_Section):
     offload_param: Literal['cpu'] | None = None
     ds_config: dict[str, Any] | str | None = None
     max_consecutive_skipped_steps: PositiveInt | None = 50
+    load_sharded: Annotated[LoadShardedConfig, BeforeValidator(_path_alone)] | None = None
 
 
 class CheckpointConfig(_Section):

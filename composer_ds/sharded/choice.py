@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,11 +14,11 @@ from composer.utils import dist as composer_dist
 from composer.utils import format_name_with_dist
 
 from composer_ds.errors import CheckpointError, ConfigError
-from composer_ds.sharded.files import complete_ones
-from composer_ds.sharded.remote import RemoteFolder
-from composer_ds.sharded.writing import agreeing
+from composer_ds.sharded.agreement import agreeing
+from composer_ds.sharded.remote import RemoteFolder, discard_download
+from composer_ds.sharded.siblings import complete_ones, newest_of
 
-__all__ = ['LoadSharded', 'chosen_path', 'newest', 'read_load_sharded']
+__all__ = ['LoadSharded', 'chosen_path', 'later_ones', 'newest', 'read_load_sharded']
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def chosen_path(wanted: str, state: State) -> str:
         state (State): Composer's state, for placeholders.
 
     Returns:
-        str: A path, alike on all ranks.
+        str: A path, alike on all ranks; ``discard_download`` removes what was downloaded.
 
     Raises:
         CheckpointError: On every rank, when there is none.
@@ -95,23 +96,28 @@ def chosen_path(wanted: str, state: State) -> str:
     if not RemoteFolder.is_one(wanted):
         return _agree_on(wanted)
     parent, _, last = wanted.rstrip('/').rpartition('/')
-    inside, around = RemoteFolder(wanted), RemoteFolder(parent)
+    inside = RemoteFolder(wanted)
+    around = inside if parent.endswith(':/') else RemoteFolder(parent)  # a bucket has nothing around it
     with _agreeing():
-        name = inside.download_latest() if composer_dist.get_local_rank() == 0 else None
+        latest = inside.latest() if composer_dist.get_local_rank() == 0 else None
     # Of rank 0: a save may have moved it meanwhile.
-    name = _agree_on(name)
-    remote, name = (inside, name) if name is not None else (around, last)
-    with _agreeing():
-        if composer_dist.get_local_rank() == 0:
-            try:
-                remote.download_manifest(name)
-            except CheckpointError as error:
-                if remote is around:
-                    raise CheckpointError(f'{wanted} holds neither a checkpoint nor latest.') from error
-                raise
-    with _agreeing():
-        remote.download_files(name)
-    return str(RemoteFolder.cache(remote.uri) / name)
+    latest, token = _agree_on((latest, uuid.uuid4().hex[:12]))
+    remote, name = (around, last) if latest is None else (inside, latest)
+    folder = remote.place_of(name, token)
+    try:
+        with _agreeing():
+            if composer_dist.get_local_rank() == 0:
+                try:
+                    remote.download_manifest(name, folder)
+                except CheckpointError as error:
+                    beginning = '' if latest else f'{wanted} holds neither a checkpoint nor latest. '
+                    raise CheckpointError(f'{beginning}{error}') from error
+        with _agreeing():
+            remote.download_files(name, folder)
+    except CheckpointError:
+        discard_download(str(folder))
+        raise
+    return str(folder)
 
 
 def newest(folder: str, state: State) -> str | None:
@@ -134,13 +140,31 @@ def newest(folder: str, state: State) -> str | None:
     found: str | None = None
     with _agreeing():
         if dist.get_rank() == 0 and remote is not None:
-            name = remote.download_latest()
+            name = remote.latest()
             found = None if name is None else f'{remote.uri}/{name}'
         elif dist.get_rank() == 0:
-            # Not what latest names: a save may have been killed right before it moved.
-            complete = complete_ones(Path(folder))
-            found = str(complete[-1][0]) if complete else None
+            path = newest_of(Path(folder))
+            found = None if path is None else str(path)
     return _agree_on(found)
+
+
+def later_ones(folder: Path, remote: RemoteFolder | None, batch: int) -> list[str]:
+    """List the checkpoints of a later batch. Called on one rank.
+
+    Args:
+        folder (Path): Holds checkpoints.
+        remote (RemoteFolder | None): Holds them instead, if given; there the newest one counts.
+        batch (int): The batch.
+
+    Returns:
+        list[str]: Their paths and batches.
+    """
+    if remote is None:
+        found = [(str(path), manifest) for path, manifest in complete_ones(folder)]
+    else:
+        name = remote.latest()
+        found = [] if name is None else [(f'{remote.uri}/{name}', remote.manifest(name))]
+    return [f'{path} (batch {one.time["batch"]})' for path, one in found if one.time['batch'] > batch]
 
 
 def _agree_on(value: Any) -> Any:

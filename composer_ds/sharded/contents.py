@@ -16,6 +16,7 @@ from composer_ds.errors import CheckpointError
 from composer_ds.faces import ModelFace, OptimizerFace
 from composer_ds.frozen import run_of_frozen
 from composer_ds.partitions import Partitions, full_numel, full_shape
+from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.manifest import TensorEntry, state_key, weights_key
 from composer_ds.sharded.run_tensor import RunTensor
 
@@ -139,7 +140,8 @@ def _rest_of(state: State) -> tuple[dict[str, Any], list[PendingTensor]]:
     attributes = state.serialized_attributes
     state.serialized_attributes = [name for name in attributes if name not in ('model', 'optimizers')]
     try:
-        with consolidating_later() as pending:
+        # What callbacks and algorithms do in their state_dict() may fail on one rank; the others go on to a collective.
+        with agreeing(None, repr), consolidating_later() as pending:
             composers = state.state_dict()
     finally:
         state.serialized_attributes = attributes

@@ -1,10 +1,11 @@
-"""The folder of a sharded checkpoint: written under a temporary name, checked, renamed; and the folder around it."""
+"""The files of a sharded checkpoint: written under a temporary name, with checksums, then renamed together."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,16 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from composer_ds.checkpoint.atomic import flush_folder, temporary_path
-from composer_ds.sharded.manifest import LATEST, MANIFEST, STATE, FileEntry, Manifest, read_manifest
+from composer_ds.sharded.manifest import MANIFEST, FileEntry, Manifest
+from composer_ds.sharded.siblings import put_in_place, temporary_folder, write_durably
 
-__all__ = ['ChecksumWriter', 'begin', 'complete_ones', 'file_entry', 'finish', 'point_latest', 'remove']
+__all__ = ['ChecksumWriter', 'begin', 'file_entry', 'finish']
+
+# DCP (torch 2.7) asks for tensor.storage() itself, and the user can do nothing about it. Not catch_warnings around the
+# write: it changes the filters of all threads.
+warnings.filterwarnings(
+    'ignore', 'TypedStorage is deprecated', UserWarning, r'torch\.distributed\.checkpoint\.filesystem'
+)
 
 _BLOCK_BYTES = 2**24
 
@@ -94,7 +101,7 @@ def begin(folder: Path) -> Path:
     Returns:
         Path: Where to write.
     """
-    temporary = Path(temporary_path(str(folder)))
+    temporary = temporary_folder(folder)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
@@ -102,60 +109,16 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and give the folder its final name. What had this name before is removed.
+    """Write the manifest, and give the folder its final name.
 
     Args:
         folder (Path): The checkpoint.
         manifest (Manifest): Written last.
     """
-    temporary = Path(temporary_path(str(folder)))
-    if (temporary / STATE).exists():  # DCP has flushed its own files
-        with open(temporary / STATE, 'rb+') as file:
+    temporary = temporary_folder(folder)
+    for path in temporary.iterdir():
+        # DCP (torch 2.7) flushes its .metadata before the last bytes are written.
+        with open(path, 'rb+') as file:
             os.fsync(file.fileno())
-    _write_durably(temporary / MANIFEST, manifest.model_dump_json(indent=1) + '\n')
-    if folder.exists():
-        remove(folder)
-    os.replace(temporary, folder)
-    flush_folder(folder.parent)
-
-
-def point_latest(folder: Path) -> None:
-    """Let ``latest`` name a checkpoint.
-
-    Args:
-        folder (Path): The checkpoint.
-    """
-    _write_durably(folder.parent / LATEST, folder.name + '\n')
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = Path(temporary_path(str(path)))
-    with open(temporary, 'w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    flush_folder(path.parent)
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint: first what makes it complete, so that a half-removed one is nobody's checkpoint.
-
-    Args:
-        folder (Path): The checkpoint.
-    """
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
-
-
-def complete_ones(folder: Path) -> list[tuple[Path, Manifest]]:
-    """List the complete checkpoints of a folder, by their manifests.
-
-    Args:
-        folder (Path): Holds checkpoints.
-
-    Returns:
-        list[tuple[Path, Manifest]]: The one with the fewest batches first.
-    """
-    found = [(path.parent, read_manifest(path.parent)) for path in folder.glob(f'[!.]*/{MANIFEST}')]
-    return sorted(found, key=lambda one: (one[1].time['batch'], one[0].stat().st_mtime))
+    write_durably(temporary / MANIFEST, manifest.model_dump_json(indent=1) + '\n')
+    put_in_place(folder)

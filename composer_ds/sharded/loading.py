@@ -23,11 +23,11 @@ from composer_ds.errors import CheckpointError
 from composer_ds.faces import OptimizerFace
 from composer_ds.frozen import write_frozen
 from composer_ds.partitions import Fragment, full_shape
+from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.choice import LoadSharded, chosen_path
 from composer_ds.sharded.contents import named_tensors
 from composer_ds.sharded.fit import names_in_checkpoint, problems_of_optimizer
 from composer_ds.sharded.source import ShardedSource
-from composer_ds.sharded.writing import agreeing
 from composer_ds.trainer_frame import restore_random_numbers
 
 __all__ = ['load_sharded']

@@ -16,7 +16,16 @@ from composer_ds.checkpoint.source import StoredTensor
 from composer_ds.checkpoint.unpickling import load
 from composer_ds.errors import CheckpointError
 from composer_ds.sharded.dcp_metadata import METADATA, read_metadata
-from composer_ds.sharded.manifest import LATEST, MANIFEST, STATE, FileEntry, read_manifest, state_key, weights_key
+from composer_ds.sharded.manifest import (
+    LATEST,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    state_key,
+    weights_key,
+)
 
 __all__ = ['ShardedSource']
 
@@ -56,24 +65,8 @@ class ShardedSource:
             for name, entry in self.manifest.tensors.items()
         }
         self.tied = self.manifest.tied
+        self.facts = _facts(self.manifest)
         self.is_weights_only = self.manifest.weights_only
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of the run."""
-        manifest = self.manifest
-        offload = {'optimizer': manifest.offload_optimizer, 'parameters': manifest.offload_param}
-        return {
-            'run': manifest.run_name,
-            **{unit: manifest.time[unit] for unit in ('epoch', 'batch', 'sample', 'token') if unit in manifest.time},
-            'optimizer steps': {k: v for k, v in manifest.optimizer_steps.items() if k in ('applied', 'skipped')},
-            'world size': manifest.world_size,
-            'ZeRO stage': manifest.zero_stage,
-            'offload': {what: where for what, where in offload.items() if where != 'none'},
-            'precision': manifest.precision,
-            'optimizer': manifest.optimizer,
-            'versions': manifest.versions,
-        }
 
     @functools.cached_property
     def integrations(self) -> dict[str, Any]:
@@ -194,6 +187,21 @@ class ShardedSource:
         found = self.damage_of(name)
         if found is not None:
             raise CheckpointError(f'{self.path / name} {found}')
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    offload = {'optimizer': manifest.offload_optimizer, 'parameters': manifest.offload_param}
+    return {
+        'run': manifest.run_name,
+        **{unit: manifest.time[unit] for unit in ('epoch', 'batch', 'sample', 'token') if unit in manifest.time},
+        'optimizer steps': {k: v for k, v in manifest.optimizer_steps.items() if k in ('applied', 'skipped')},
+        'world size': manifest.world_size,
+        'ZeRO stage': manifest.zero_stage,
+        'offload': {what: where for what, where in offload.items() if where != 'none'},
+        'precision': manifest.precision,
+        'optimizer': manifest.optimizer,
+        'versions': manifest.versions,
+    }
 
 
 def _follow_latest(path: Path) -> Path:

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +23,18 @@ from composer.utils.dist import get_global_rank, get_local_rank
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from composer_ds.checkpoint.atomic import temporary_path
 from composer_ds.checkpoint.stream import write_stream
 from composer_ds.errors import CheckpointError
 from composer_ds.running import running_deepspeed
+from composer_ds.sharded.agreement import agreeing, cause_of
 from composer_ds.sharded.contents import Contents, collect
-from composer_ds.sharded.files import ChecksumWriter, begin, file_entry, finish, point_latest
-from composer_ds.sharded.manifest import STATE, FileEntry, Manifest
+from composer_ds.sharded.files import ChecksumWriter, begin, file_entry, finish
+from composer_ds.sharded.manifest import LATEST, STATE, FileEntry, Manifest
+from composer_ds.sharded.siblings import point_latest, temporary_folder
 
-__all__ = ['Save', 'agreeing']
+__all__ = ['Save']
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -62,8 +65,9 @@ class Save:
         Raises:
             CheckpointError: On every rank, when one could not do its part.
         """
-        self._contents = collect(state, self.weights_only)
-        self._manifest = _describe(state, self._contents, self.weights_only)
+        with self._agreeing():
+            self._contents = collect(state, self.weights_only)
+            self._manifest = _describe(state, self._contents, self.weights_only)
         self.files: dict[str, FileEntry] = {}
         """Those that this rank has written."""
         self._begin()
@@ -77,12 +81,13 @@ class Save:
                     self.files[STATE] = file_entry(path)
         self._contents.rest = None
         if to_host:
-            self._contents.to_host()
+            with self._agreeing():
+                self._contents.to_host()
 
     @property
     def temporary(self) -> Path:
         """Where the checkpoint is written until it is complete."""
-        return Path(temporary_path(str(self.folder)))
+        return temporary_folder(self.folder)
 
     def write(self) -> None:
         """Write the shards, then the manifest; rename the folder and move ``latest``.
@@ -105,8 +110,9 @@ class Save:
         with self._agreeing():
             if self.is_first_of_folder:
                 finish(self.folder, manifest)
-                if self.latest:
-                    point_latest(self.folder)
+        with agreeing(self.group, self._report_latest):
+            if self.is_first_of_folder and self.latest:
+                point_latest(self.folder)
 
     def _begin(self) -> None:
         """Make the folder, on every node that does not see rank 0's."""
@@ -120,8 +126,9 @@ class Save:
             if get_local_rank() == 0 and not (self.temporary / token[0]).exists():
                 begin(self.folder)
                 self.is_first_of_folder = True
-        if get_global_rank() == 0:
-            (self.temporary / token[0]).unlink()
+        with self._agreeing():
+            if get_global_rank() == 0:
+                (self.temporary / token[0]).unlink()
 
     def _share_small_files(self) -> None:
         """Give nodes with a disk of their own what rank 0 alone has written. Collective."""
@@ -150,42 +157,24 @@ class Save:
             raise
 
     def _report(self, error: BaseException) -> str:
-        cause = _cause(error)
+        cause = cause_of(error)
+        if isinstance(cause, CheckpointError):
+            return f'The checkpoint {self.folder} was not saved. {cause}'
         if not isinstance(cause, OSError) or cause.errno is None:
             return (
                 f'The checkpoint {self.folder} was not saved: {type(cause).__name__}: {cause}. Older ones are intact.'
             )
         name = errno.errorcode.get(cause.errno, cause.errno)
+        said = f'The checkpoint {self.folder} was not saved: {os.strerror(cause.errno)} ({name})'
+        if cause.errno not in _NO_ROOM:
+            return f'{said}, {cause.filename or self.folder.parent}. Older ones are intact.'
         return (
-            f'The checkpoint {self.folder} was not saved: {os.strerror(cause.errno)} ({name})'
-            f'{_free(self.folder.parent)}. Older ones are intact. Make room, keep fewer (num_checkpoints_to_keep) or '
-            'save to another folder, and resume.'
+            f'{said}{_free(self.folder.parent)}. Older ones are intact. Make room, keep fewer '
+            '(num_checkpoints_to_keep) or save to another folder, and resume.'
         )
 
-
-@contextmanager
-def agreeing(group: dist.ProcessGroup | None, report: Callable[[BaseException], str]) -> Iterator[None]:
-    """Raise on every rank what goes wrong inside on one.
-
-    Collective. Inside, a rank that fails alone must not leave others in a collective.
-
-    Args:
-        group (dist.ProcessGroup | None): Of all ranks; None for the default one.
-        report (Callable[[BaseException], str]): Puts an error into words.
-
-    Raises:
-        CheckpointError: On every rank, with the words of the first rank that failed.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, None if error is None else report(error), group=group)
-    for rank, found in enumerate(reports):
-        if found is not None:
-            raise CheckpointError(f'{found} (Found by rank {rank}.)') from error
+    def _report_latest(self, error: BaseException) -> str:
+        return f'The checkpoint {self.folder} is complete, but {LATEST} beside it could not be moved to it: {error}.'
 
 
 def _describe(state: State, contents: Contents, weights_only: bool) -> Manifest:
@@ -211,22 +200,6 @@ def _describe(state: State, contents: Contents, weights_only: bool) -> Manifest:
         tied=contents.tied,
         files={},
     )
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Find what the operating system said: DCP collects the errors of all ranks in one of its own."""
-    seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop(0)
-        if one is None or one in seen:
-            continue
-        seen.append(one)
-        if isinstance(one, OSError):
-            return one
-        failures = getattr(one, 'failures', {})  # dcp's CheckpointException: {rank: (exception, traceback)}
-        waiting += [one.__cause__, one.__context__, *(failure[0] for failure in failures.values())]
-    return error
 
 
 def _free(folder: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import requests
 
 from composer_ds.testing import RankPool
 
@@ -34,3 +36,31 @@ def four_ranks() -> Iterator[RankPool]:
 def ranks(request: pytest.FixtureRequest) -> Callable[[int], RankPool]:
     """The pool of a given world size, for tests that are parametrised over it."""
     return lambda world_size: request.getfixturevalue({1: 'one_rank', 2: 'two_ranks'}[world_size])
+
+
+@pytest.fixture
+def s3() -> Iterator[str]:
+    """The address of a server that speaks S3, with an empty bucket."""
+    boto3, server = pytest.importorskip('boto3'), pytest.importorskip('moto.server')
+    s3_server = server.ThreadedMotoServer(ip_address='127.0.0.1', port=0)
+    s3_server.start()
+    host, port = s3_server.get_host_and_port()
+    url = f'http://{host}:{port}'
+    # Servers of one process share what they hold.
+    requests.post(f'{url}/moto-api/reset', timeout=10)
+    client_of(boto3, url).create_bucket(Bucket='bucket')
+    yield url
+    s3_server.stop()
+
+
+@pytest.fixture
+def s3_client(s3: str) -> Any:
+    """A client of that server."""
+    return client_of(pytest.importorskip('boto3'), s3)
+
+
+def client_of(boto3: Any, url: str) -> Any:
+    """Make a client of a server."""
+    return boto3.client(
+        's3', endpoint_url=url, region_name='us-east-1', aws_access_key_id='a', aws_secret_access_key='b'
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import pathlib
 import random
 import sys
 import tarfile
@@ -16,6 +14,7 @@ import deepspeed
 import numpy as np
 import torch
 from composer.utils import dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
@@ -182,12 +181,12 @@ def contents(engine: Any, optimizer_name: str = 'adamw') -> dict[str, Any]:
             else:
                 inner = getattr(optimizer, 'optimizer', optimizer)
                 masters = [p for group in inner.param_groups for p in group['params']]
-                at = [p for p in module.parameters() if p.requires_grad].index(parameter)
+                at = [id(p) for p in module.parameters() if p.requires_grad].index(id(parameter))
                 state = inner.state[masters[at]].get(key) if isinstance(module, Plain) else None
             if state is not None:
                 found['state'][name, key] = state.detach().cpu().clone()
         if not partitioned and hasattr(optimizer, 'fp32_groups') and isinstance(module, Plain):
-            at = [p for p in module.parameters() if p.requires_grad].index(parameter)
+            at = [id(p) for p in module.parameters() if p.requires_grad].index(id(parameter))
             found['weights'][name] = optimizer.fp32_groups[0][at].detach().clone()
     for name, buffer in module.named_buffers():
         if name != 'forgotten':
@@ -212,7 +211,7 @@ def save(folder: str, config: str, optimizer: str, plain: bool = False) -> dict[
     # It does not read stage 0, nor what BF16_Optimizer writes.
     if engine.zero_optimization_stage() > 0 and config != 'zero1-bf16-fp32':
         found['zero_to_fp32'] = {
-            name: value.clone() for name, value in get_fp32_state_dict_from_zero_checkpoint(folder).items()
+            name: value.clone() for name, value in (get_fp32_state_dict_from_zero_checkpoint(folder) or {}).items()
         }
     return found
 
@@ -278,7 +277,7 @@ def save_as_mmengine(folder: str) -> dict[str, Any]:
     buffer = type('HistoryBuffer', (), {'__module__': module.__name__})
     module.HistoryBuffer = buffer  # pyright: ignore[reportAttributeAccessIssue]
     log = buffer()
-    log.__dict__.update(_log_history=np.array([1.0, 2.0]), _count_history=np.array([1, 1]), _max_length=10)
+    vars(log).update(_log_history=np.array([1.0, 2.0]), _count_history=np.array([1, 1]), _max_length=10)
     names = ('mmengine', 'mmengine.logging', module.__name__)
     sys.modules.update({names[0]: types.ModuleType(names[0]), names[1]: types.ModuleType(names[1]), names[2]: module})
     try:
@@ -318,6 +317,70 @@ def save_as_composer(folder: str, end: str, config: str) -> dict[str, Any]:
     return contents(engine)
 
 
-def names_below(folder: str) -> list[str]:
-    """The files below a folder."""
-    return sorted(os.path.relpath(path, folder) for path in pathlib.Path(folder).rglob('*') if path.is_file())
+def has_fp16() -> bool:
+    """Whether the processor can."""
+    accelerator = get_accelerator()
+    assert accelerator is not None
+    return bool(accelerator.is_fp16_supported())
+
+
+class Language(nn.Module):
+    """Takes and gives what Hugging Face's Trainer wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Plain()
+
+    def forward(self, input_ids, labels=None):
+        return {'loss': self.model(input_ids)}
+
+
+def save_by_trainer(folder: str, stage: int) -> dict[str, Any]:
+    """Train and save with Hugging Face's Trainer itself."""
+    from transformers import Trainer, TrainingArguments
+
+    zero = {'stage': stage, **(_CUT if stage == 3 else {})}
+    ds_config = {
+        'train_micro_batch_size_per_gpu': 'auto',
+        'zero_optimization': zero,
+        'zero_allow_untested_optimizer': True,
+        'zero_force_ds_cpu_optimizer': False,
+    }
+    arguments = TrainingArguments(
+        folder,
+        deepspeed=ds_config,
+        max_steps=3,
+        save_steps=3,
+        per_device_train_batch_size=4,
+        report_to=[],
+        disable_tqdm=True,
+        optim='adamw_torch',
+    )
+    torch.manual_seed(3)
+    data = [{'input_ids': row, 'labels': row} for row in torch.randint(0, 11, (24, 6))]
+    model = Language()
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)  # pyright: ignore[reportArgumentType]
+    trainer.train()
+    return contents(trainer.model_wrapped)
+
+
+def save_by_accelerate(folder: str) -> dict[str, Any]:
+    """Train and save with Hugging Face's Accelerate itself."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    ds_config = {
+        'train_micro_batch_size_per_gpu': 4,
+        'zero_optimization': {'stage': 2},
+        'zero_allow_untested_optimizer': True,
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config))
+    torch.manual_seed(3)
+    model = Odd()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.02))
+    for _ in range(3):
+        accelerator.backward(model(torch.randint(0, 11, (4, 6))))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(folder)
+    return contents(model)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from composer_ds import DeepSpeed
+from composer_ds import DeepSpeed, ShardedCheckpointSaver
 from tests.distributed.parity_cases import OPTIMIZERS, STRATEGIES, weights_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -106,16 +106,16 @@ def _model(seed: int = 17) -> Averaged:
 
 def _trainer(strategy: str | None, ema: EMA, model: Averaged, bf16: bool = False, **arguments: Any) -> Trainer:
     algorithms: list[Any] = [ema]
+    load_sharded = arguments.pop('load_sharded', None)
+    resumes = load_sharded is not None or 'save_folder' in arguments or 'load_path' in arguments
     if strategy is not None:
         settings = copy.deepcopy(STRATEGIES[strategy])
         if bf16:
             settings['ds_config'] = {**settings.get('ds_config', {}), 'bf16': {'enabled': True}}
-        algorithms.append(DeepSpeed(**settings))
+        algorithms.append(DeepSpeed(**settings, load_sharded=load_sharded))
     return Trainer(
         model=model,
-        optimizers=OPTIMIZERS['adamw' if 'save_folder' in arguments or 'load_path' in arguments else 'sgd'](
-            list(model.parameters())
-        ),
+        optimizers=OPTIMIZERS['adamw' if resumes else 'sgd'](list(model.parameters())),
         train_dataloader=_data(16 * dist.get_world_size(), 1),
         eval_dataloader=_data(10, 2),
         eval_interval='2ba',
@@ -195,19 +195,27 @@ def save(strategy: str | None, folder: str) -> dict[str, Any]:
         save_interval=f'{SAVED_AT}ba',
         save_overwrite=True,
         save_filename='ba{batch}.pt',
+        callbacks=_savers(strategy, folder),
     )
     trainer.fit()
     return _result(trainer)
 
 
-def resume(strategy: str | None, folder: str) -> dict[str, Any]:
+def _savers(strategy: str | None, folder: str) -> list[Callback]:
+    if strategy is None:
+        return []
+    return [ShardedCheckpointSaver(f'{folder}/sharded', f'{SAVED_AT}ba', 'ba{batch}', overwrite=True)]
+
+
+def resume(strategy: str | None, folder: str, load_sharded: str | None = None) -> dict[str, Any]:
     """Go on from the checkpoint, with other weights to begin with, and an evaluation before anything else."""
     watch = Watch(0.5)
     trainer = _trainer(
         strategy,
         EMA(half_life='2ba'),
         _model(99),
-        load_path=str(Path(folder) / f'ba{SAVED_AT}.pt'),
+        load_path=str(Path(folder) / f'ba{SAVED_AT}.pt') if load_sharded is None else None,
+        load_sharded=load_sharded,
         callbacks=[watch],
     )
     trainer.eval()

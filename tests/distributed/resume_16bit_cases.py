@@ -17,9 +17,10 @@ def run(strategy: str, case_name: str, sections: dict[str, Any], **arguments: An
 
 
 def cut_in_two(strategy: str, case_name: str, sections: dict[str, Any], folder: str) -> list[dict[str, Any] | None]:
-    """Train without interruption, saving on the way; then go on from the checkpoint, in the same processes."""
+    """Train without interruption, saving on the way; then go on from both checkpoints, in the same processes."""
     whole = run(strategy, case_name, sections, folder=folder)
-    return [whole, run(strategy, case_name, sections, checkpoint=matrix_cases.checkpoint_in(folder))]
+    checkpoints = matrix_cases.checkpoint_in(folder), matrix_cases.sharded_checkpoint_in(folder)
+    return [whole, *(run(strategy, case_name, sections, checkpoint=one) for one in checkpoints)]
 
 
 def loaded(strategy: str, case_name: str, sections: dict[str, Any], checkpoints: list[str]) -> list[Any]:

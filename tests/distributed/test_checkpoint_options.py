@@ -37,22 +37,6 @@ def test_saving_and_loading(two_ranks, tmp_path):
     _assert_alike(two_ranks.run(option_cases.loading, None, str(tmp_path / STRATEGIES[0]))[0], loaded, 'back to plain')
 
 
-@pytest.fixture
-def s3():
-    """A server that speaks S3, with a bucket."""
-    boto3, server = pytest.importorskip('boto3'), pytest.importorskip('moto.server')
-    s3_server = server.ThreadedMotoServer(ip_address='127.0.0.1', port=0)
-    s3_server.start()
-    host, port = s3_server.get_host_and_port()
-    url = f'http://{host}:{port}'
-    client = boto3.client(
-        's3', endpoint_url=url, region_name='us-east-1', aws_access_key_id='a', aws_secret_access_key='b'
-    )
-    client.create_bucket(Bucket='bucket')
-    yield url
-    s3_server.stop()
-
-
 def test_autoresume(two_ranks, tmp_path):
     expected = two_ranks.run(option_cases.autoresume, None, str(tmp_path / 'plain'))[0]
     for strategy in STRATEGIES:

@@ -3,6 +3,7 @@
 One set of fresh processes per place (a strategy at a world size) writes a checkpoint for every case, and is killed
 while it trains on; then one set of fresh processes per place goes on from every place's checkpoints. The oracle is an
 uninterrupted run of plain Composer on one rank; with dropout, whose masks depend on the rank, on as many ranks.
+Consolidated and sharded checkpoints are written at the same moment.
 
 The variable ``COMPOSER_DS_MATRIX`` says how much of it is run:
 
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from composer_ds.testing import RankPool, RanksFailed
 from tests.distributed import matrix_cases
-from tests.distributed.matrix_cases import LAST, SAVED_AFTER, checkpoint_in
+from tests.distributed.matrix_cases import LAST, SAVED_AFTER, checkpoint_in, sharded_checkpoint_in
 
 HOW_MUCH = os.environ.get('COMPOSER_DS_MATRIX', 'some')
 # Differences of fp32: the world sizes add the same numbers up in another order.
@@ -84,6 +85,15 @@ def cases_of(source: Place, target: Place, how_much: str) -> list[str]:
     return cases
 
 
+def _kinds(source: Place, target: Place) -> list[str]:
+    """Choose the kinds of checkpoints: sharded ones between places with partitions."""
+    if not (source.has_zero and target.has_zero):
+        return ['consolidated']
+    if HOW_MUCH == 'some':
+        return ['sharded'] if (SOME.index(source) + SOME.index(target)) % 2 else ['consolidated']
+    return ['consolidated', 'sharded']
+
+
 @contextlib.contextmanager
 def _processes(place: Place, ranks: Callable[[int], RankPool]) -> Iterator[RankPool]:
     if HOW_MUCH == 'some':
@@ -103,9 +113,10 @@ class Written(NamedTuple):
     folder: pathlib.Path
     oracles: dict[tuple[str, int], dict[str, Any]]
 
-    def checkpoint(self, place: Place, case: str) -> str:
+    def checkpoint(self, place: Place, case: str, kind: str = 'consolidated') -> str:
         """Return the path of a checkpoint."""
-        return checkpoint_in(self.folder / str(place) / case)
+        folder = self.folder / str(place) / case
+        return checkpoint_in(folder) if kind == 'consolidated' else sharded_checkpoint_in(folder)
 
 
 @pytest.fixture(scope='module')
@@ -152,12 +163,18 @@ def differences(request) -> Iterator[dict[tuple[str, str], list[float]]]:
 
 @pytest.mark.parametrize('target', PLACES, ids=str)
 def test_a_checkpoint_of_any_place_resumes_in_any_other(ranks, written, differences, target: Place):
-    jobs = [(source, case) for source in PLACES for case in cases_of(source, target, HOW_MUCH)]
+    jobs = [
+        (source, case, kind)
+        for source in PLACES
+        for case in cases_of(source, target, HOW_MUCH)
+        for kind in _kinds(source, target)
+    ]
     with _processes(target, ranks) as pool:
-        arguments = [(case, {'checkpoint': written.checkpoint(source, case)}) for source, case in jobs]
+        arguments = [(case, {'checkpoint': written.checkpoint(source, case, kind)}) for source, case, kind in jobs]
         runs = pool.run(matrix_cases.run_all, target.strategy, arguments)[0]
-    for (source, case), run in zip(jobs, runs, strict=True):
-        with _naming(f'{case}: {source} -> {target}'):
+    for (source, case, kind), run in zip(jobs, runs, strict=True):
+        with _naming(f'{case}: {kind}, {source} -> {target}'):
+            # Also what a sharded one loads is compared with the consolidated one, written at the same moment.
             saved = torch.load(written.checkpoint(source, case), weights_only=False)['state']
             _check_loaded(run, saved)
             _check_samples(run, written.oracles, case, target, slice(SAVED_AFTER, None))

@@ -1,5 +1,7 @@
 """Checkpoints of runs in bf16 and fp16 hold fp32 masters and moments: a run that resumes is exact to the last bit.
 
+So is one in fp32 that resumes in the same place.
+
 ``make matrix`` runs more of the strategies.
 """
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import resume_16bit_cases
-from tests.distributed.matrix_cases import LAST, SAVED_AFTER, checkpoint_in
+from tests.distributed.matrix_cases import LAST, SAVED_AFTER, checkpoint_in, sharded_checkpoint_in
 from tests.distributed.parity_cases import STAGES_AND_OFFLOAD
 from tests.distributed.test_matrix import HOW_MUCH
 
@@ -60,23 +62,28 @@ def _saved(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ('world_size', 'strategy'), [(size, one) for size, several in STRATEGIES.items() for one in several]
 )
-def test_a_bf16_run_resumes_exactly(ranks, tmp_path, world_size: int, strategy: str):
+@pytest.mark.parametrize('sections', [BF16, {}], ids=['bf16', 'fp32'])
+def test_a_run_resumes_exactly(ranks, tmp_path, world_size: int, strategy: str, sections: dict[str, Any]):
     pool = ranks(world_size)
-    whole, resumed = pool.run(resume_16bit_cases.cut_in_two, strategy, 'adamw', BF16, str(tmp_path))[0]
-    _check_same(resumed['loaded'], _saved(checkpoint_in(tmp_path)))
-    _check_exact(whole, resumed)
+    whole, *both = pool.run(resume_16bit_cases.cut_in_two, strategy, 'adamw', sections, str(tmp_path))[0]
+    saved = _saved(checkpoint_in(tmp_path))
+    for resumed in both:
+        _check_same(resumed['loaded'], saved)
+        _check_exact(whole, resumed)
 
 
-def test_masters_and_moments_pass_unrounded_from_any_strategy_to_any_other(ranks, tmp_path):
+def test_masters_and_moments_pass_unrounded_from_any_strategy_and_precision_to_any_other(ranks, tmp_path):
     places = [(1, 'zero1'), (2, 'zero2-cpu'), (2, 'zero3-cut')]
     folders = [str(tmp_path / str(number)) for number in range(len(places))]
     for (world_size, strategy), folder in zip(places, folders, strict=True):
         ranks(world_size).run(resume_16bit_cases.run, strategy, 'adamw', BF16, folder=folder, ending='stopped')
     checkpoints = [checkpoint_in(folder) for folder in folders]
     saved = [_saved(checkpoint) for checkpoint in checkpoints]
-    for world_size, strategy in places:
-        found = ranks(world_size).run(resume_16bit_cases.loaded, strategy, 'adamw', BF16, checkpoints)[0]
-        for one, expected in zip(found, saved, strict=True):
+    sharded = [sharded_checkpoint_in(folder) for folder in folders]
+    for (world_size, strategy), sections in zip(places, (BF16, {}, _fp16()), strict=True):
+        arguments = (strategy, 'adamw', sections, checkpoints + sharded)
+        found = ranks(world_size).run(resume_16bit_cases.loaded, *arguments)[0]
+        for one, expected in zip(found, saved + saved, strict=True):
             _check_same(one, expected)
     for one, expected in zip(
         ranks(1).run(resume_16bit_cases.loaded, 'plain', 'adamw', {}, checkpoints)[0], saved, strict=True
@@ -100,13 +107,14 @@ def test_masters_and_moments_pass_unrounded_from_any_strategy_to_any_other(ranks
 )
 def test_an_fp16_run_resumes_exactly(two_ranks, tmp_path, strategy, case, settings, scales, skipped):
     arguments = (strategy, case, _fp16(**settings), str(tmp_path))
-    whole, resumed = two_ranks.run(resume_16bit_cases.cut_in_two, *arguments)[0]
+    whole, *both = two_ranks.run(resume_16bit_cases.cut_in_two, *arguments)[0]
     assert whole['loss_scales'] == scales
     assert whole['counts'] == (LAST, LAST - skipped, skipped, LAST - skipped)
     saved = _saved(checkpoint_in(tmp_path))
-    _check_same(resumed['loaded'], saved)
-    assert [resumed['loaded']['scaler']] == list(saved['scaler'].values())
-    _check_exact(whole, resumed)
+    for resumed in both:
+        _check_same(resumed['loaded'], saved)
+        assert [resumed['loaded']['scaler']] == list(saved['scaler'].values())
+        _check_exact(whole, resumed)
 
 
 def test_the_loss_scale_of_plain_composer_is_taken_over(two_ranks, tmp_path):

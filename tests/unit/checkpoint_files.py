@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from composer_ds.sharded.manifest import (
     LATEST,
@@ -115,10 +117,10 @@ def write_sharded(
     cut: dict[str, Any] = {weights_key(name): Cut(tensor, ranks) for name, tensor in model.tensors.items()}
     for name, state in model.state.items():
         cut |= {state_key(name, key): Cut(tensor, ranks) for key, tensor in state.items()}
-    dcp.save(
+    save(
         {key: value for key, value in cut.items() if value.runs},
-        storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
-        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
+        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         no_dist=True,
     )
     torch.save({'state': {'integrations': integrations or {}}, 'rng': [], 'optimizer': {}}, folder / STATE)

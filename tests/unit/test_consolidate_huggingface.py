@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def _language_model(seed: int) -> HuggingFaceModel:
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='?', pad_token='?')
     torch.manual_seed(seed)
-    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=4, n_positions=6)
+    # As every model says that was once loaded with from_pretrained.
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=4, n_positions=6, dtype='float32')
     return HuggingFaceModel(GPT2LMHeadModel(config), tokenizer=tokenizer, use_logits=True)
 
 
@@ -49,7 +51,8 @@ def test_from_pretrained(tmp_path, form, dtype):
     path = write(tmp_path / 'run' / 'ba4.pt', _contents(model), integrations={'huggingface': model.get_metadata()})
     written = consolidate(path, tmp_path / 'out', dtype=dtype)
     assert written.weights.tied == {'lm_head.weight': 'transformer.wte.weight'} and written.remarks == []
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / 'out', output_loading_info=True)
+    model_class: Any = AutoModelForCausalLM
+    loaded, info = model_class.from_pretrained(tmp_path / 'out', output_loading_info=True)
     assert not any(info.values()), info
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     expected = model.model.state_dict()
@@ -60,6 +63,7 @@ def test_from_pretrained(tmp_path, form, dtype):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'out')
     assert tokenizer('three one two')['input_ids'] == [2, 0, 1] and tokenizer.pad_token == '?'
     # As the tokenizer saves itself.
+    assert model.tokenizer is not None
     model.tokenizer.save_pretrained(tmp_path / 'tokenizer')
     for name in os.listdir(tmp_path / 'tokenizer'):
         written_file, original = (tmp_path / folder / name for folder in ('out', 'tokenizer'))
@@ -88,7 +92,8 @@ def test_a_trainer_loads_the_pt_file(tmp_path, form):
     )
 
 
-def test_an_adapter_in_pefts_own_layout(tmp_path):
+@pytest.mark.parametrize('saves_adapter_only', [True, False])
+def test_an_adapter_in_pefts_own_layout(tmp_path, saves_adapter_only):
     peft = pytest.importorskip('peft')
     torch.manual_seed(3)
     base = _language_model(seed=3).model
@@ -100,7 +105,9 @@ def test_an_adapter_in_pefts_own_layout(tmp_path):
     for name, parameter in adapted.named_parameters():
         if 'lora_' in name:
             torch.nn.init.normal_(parameter)
-    model = HuggingFaceModel(adapted, tokenizer=_language_model(seed=3).tokenizer, should_save_peft_only=False)
+    tokenizer = _language_model(seed=3).tokenizer
+    model = HuggingFaceModel(adapted, tokenizer=tokenizer, should_save_peft_only=saves_adapter_only)
+    assert ('model.base_model.model.transformer.wte.weight' in model.state_dict()) != saves_adapter_only
     path = write_composer_file(
         tmp_path / 'ba4.pt', _contents(model), integrations={'huggingface': model.get_metadata()}
     )

@@ -78,9 +78,8 @@ def test_every_callback_of_composer_has_a_name():
         'ImageVisualizer',  # draws on the device's own batches, through functions
         'MLPerfCallback',  # needs a checkout of mlperf_logging
     }
-    assert {registry.load(path).__name__ for path in registry.CALLBACKS.values()} == (
-        set(composer.callbacks.__all__) - left_out
-    )
+    named = {registry.load(path).__name__ for path in registry.CALLBACKS.values() if path.startswith('composer.')}
+    assert named == set(composer.callbacks.__all__) - left_out
 
 
 def test_every_logger_of_composer_has_a_name():

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from composer_ds.errors import CheckpointError
 from composer_ds.sharded.manifest import LATEST, MANIFEST, state_key, weights_key
@@ -59,10 +61,10 @@ def test_dcps_own_reader_agrees(written):
     for key, (name, part) in keys.items():
         tensor = source.tensors[name]
         expected[key] = torch.zeros(tensor.shape.numel(), dtype=tensor.dtype if part is None else tensor.state[part])
-    dcp.load(
+    load(
         expected,
-        storage_reader=dcp.FileSystemReader(written),
-        planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        storage_reader=FileSystemReader(written),
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         no_dist=True,
     )
     for key, (name, part) in keys.items():
