@@ -114,19 +114,20 @@ class _Collectives:
     """DeepSpeed's record of collectives, of which there is one in each process, shared by those who ask for it."""
 
     def __init__(self):
-        self._users: set[int] = set()
+        self._users: dict[int, frozenset[str]] = {}
         self._totals: dict[str, Traffic] = {}
 
-    def record(self, user: object) -> None:
-        """Switch the record on, unless it is.
+    def record(self, user: object, names: frozenset[str] = COLLECTIVES) -> None:
+        """Record collectives from now on. Each costs some 50 microseconds of the host's time.
 
         Args:
             user (object): Who wants it.
+            names (frozenset[str]): Those that count, a part of :data:`COLLECTIVES`. Default: all.
         """
         if not self._users:
-            _configure(True)
             self._drain(keep=False)
-        self._users.add(id(user))
+        self._users[id(user)] = names
+        self._configure()
 
     def stop(self, user: object) -> None:
         """Switch the record off when nobody else wants it.
@@ -135,10 +136,9 @@ class _Collectives:
             user (object): Who wanted it, or did not.
         """
         if id(user) in self._users:
-            self._users.discard(id(user))
-            if not self._users:
-                self._drain(keep=True)
-                _configure(False)
+            self._drain(keep=True)
+            del self._users[id(user)]
+            self._configure()
 
     def totals(self) -> Mapping[str, Traffic]:
         """Tell what was recorded so far; take the difference of two calls.
@@ -149,6 +149,12 @@ class _Collectives:
         if self._users:
             self._drain(keep=True)
         return dict(self._totals)
+
+    def _configure(self) -> None:
+        import deepspeed.comm as ds_comm
+
+        names = sorted(frozenset().union(*self._users.values()))
+        ds_comm.configure(enabled=bool(names), prof_all=False, prof_ops=names, verbose=False, debug=False)
 
     def _drain(self, keep: bool) -> None:
         import deepspeed.comm as ds_comm
@@ -163,13 +169,6 @@ class _Collectives:
             if keep:
                 self._totals[name] = self._totals.get(name, Traffic()).plus(Traffic(count, message_bytes, sec))
         ds_comm.comms_logger.reset_data()
-
-
-def _configure(enabled: bool) -> None:
-    import deepspeed.comm as ds_comm
-
-    names = sorted(COLLECTIVES) if enabled else []
-    ds_comm.configure(enabled=enabled, prof_all=False, prof_ops=names, verbose=False, debug=False)
 
 
 collectives = _Collectives()

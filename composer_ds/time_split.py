@@ -46,7 +46,7 @@ class TimeSplit:
         self._measures_reduction = measures_reduction
         self._reduced_sec = 0.0
         if measures_reduction:
-            collectives.record(self)
+            collectives.record(self, REDUCTIONS)
             self._reduced_sec = _reduced_sec()
         self._clock = PhaseClock(on_cuda)
 

@@ -1,8 +1,9 @@
 """Where the time of training goes: every moment belongs to one phase.
 
-On a CPU the host's clock tells it all. On a GPU the host only hands kernels over and is far ahead of them, so the phases
-that compute are measured by CUDA events, which are recorded in the stream beside the kernels and cost microseconds. They
-are read when the batch is over: Composer has waited for the loss by then, so that reading them waits for nothing.
+On a CPU the host's clock tells it all. On a GPU the host only hands kernels over and is far ahead of them, so the
+phases that compute are measured by CUDA events, which are recorded in the stream beside the kernels and cost
+microseconds. They are read when the batch is over: Composer has waited for the loss by then, so that reading them waits
+for nothing.
 """
 
 from __future__ import annotations
@@ -93,6 +94,6 @@ class PhaseClock:
         return seconds, total
 
     def _event(self) -> Any:
-        event = self._spare.pop() if self._spare else self._make_event()
+        event: Any = self._spare.pop() if self._spare else self._make_event()
         event.record()
         return event

@@ -1,4 +1,4 @@
-"""``CommunicationMonitor``: the bytes that each rank sends in an optimizer step, against the theory of its ZeRO stage."""
+"""``CommunicationMonitor``: the bytes that each rank sends in an optimizer step, against the ZeRO stage in theory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class CommunicationMonitor(Monitor):
         interval (int): Measure every so many applied optimizer steps. Default: 50.
 
     Raises:
-        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when it has no ``DeepSpeed``.
+        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when that has no
+            ``DeepSpeed``.
     """
 
     def __init__(self, interval: int = 50):

@@ -97,7 +97,8 @@ class DeepSpeedMonitor(Monitor):
             communication. None: on a CPU only, where DeepSpeed waits anyway. Default: None.
 
     Raises:
-        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when it has no ``DeepSpeed``.
+        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when that has no
+            ``DeepSpeed``.
     """
 
     def __init__(self, interval: int = 1, per_layer: bool = False, measure_reduction: bool | None = None):

@@ -1,4 +1,4 @@
-"""``ZeroMemoryMonitor``: what each kind of tensor takes on this rank, against the prediction of ``composer-ds check``."""
+"""``ZeroMemoryMonitor``: what each kind of tensor takes on this rank, against the prediction."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class ZeroMemoryMonitor(Monitor):
     """Counts the tensors of the engine in every n-th optimizer step, when all backward passes are done.
 
     Each storage is counted once, wherever it is: on a GPU, in host memory, or both. The prediction is that of
-    ``composer-ds check``, for the backward pass in which a bucket of gradients is reduced. It includes copies that exist
-    only then and that are gone when this callback counts: for gradients and communication it is an upper bound. The
-    optimizer makes its state in the first update, so the first optimizer step of a ``fit`` is not counted.
+    ``composer-ds check``, for the backward pass in which a bucket of gradients is reduced: an upper bound for the
+    total, since it includes copies that exist only then, and the weights that ZeRO 3 has gathered. In that moment some
+    gradients lie in communication buffers, so these two kinds may differ from what is counted here. The optimizer makes
+    its state in the first update, so the first optimizer step of a ``fit`` is not counted.
 
     +------------------------------------------+--------------------------------------------------------------------+
     | Key                                      | Logged data, in bytes of this rank                                 |
@@ -79,7 +80,8 @@ class ZeroMemoryMonitor(Monitor):
         interval (int): Count at every so many applied optimizer steps, and at the first that can be. Default: 100.
 
     Raises:
-        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when it has no ``DeepSpeed``.
+        ConfigError: When the interval is no whole number from 1 on; from ``Trainer(...)``, when that has no
+            ``DeepSpeed``.
     """
 
     def __init__(self, interval: int = 100):

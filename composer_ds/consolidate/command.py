@@ -20,7 +20,7 @@ from composer_ds.errors import CheckpointError, ConfigError
 
 __all__ = ['Consolidated', 'consolidate']
 
-_RUN_BYTES = 2**24
+_RUN_BYTES = 2**23
 """How much is read at a time. A run is held two or three times: as read, converted, and on its way to the disk."""
 
 

@@ -32,8 +32,8 @@ def _print(written: Consolidated, out: str, console: Console) -> None:
     count = len(weights.tied)
     tied = f' and {count} further name{"s" if count > 1 else ""} of them' if count else ''
     console.print(
-        f'Wrote {len(weights.tensors)} tensors{tied}, {decimal(weights.size_bytes)} ({", ".join(dtypes)}), from the '
-        f'{written.source.format} {written.source.path}, to {out}',
+        f'Wrote {len(weights.tensors)} tensors{tied} ({decimal(weights.size_bytes)}, {", ".join(dtypes)}) to {out}, '
+        f'from the {written.source.format} {written.source.path}.',
         markup=False,
     )
     for path in written.files if len(written.files) > 1 else ():

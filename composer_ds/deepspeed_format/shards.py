@@ -16,7 +16,7 @@ __all__ = ['Shards']
 
 # Pages of a mapped file count as memory of the process until the mapping goes, although the system may take them back
 # at any time. A new mapping costs a few milliseconds.
-_NEW_MAPPING_AFTER_BYTES = 32 * 2**20
+_NEW_MAPPINGS_AFTER_BYTES = 32 * 2**20
 # A process may have only so many mappings (65,530 on Linux), and a run many ranks.
 _MOST_OPEN = 256
 
@@ -34,7 +34,9 @@ class Shards:
         self.trusted = trusted
         self._check: Callable[[str, Any], None] = lambda shard, content: None
         self._contents: dict[str, Any] = {}
-        self._touched_bytes: dict[str, int] = {}
+        self._checked: set[str] = set()
+        self._touched: set[str] = set()
+        self._touched_bytes = 0
 
     def check_with(self, check: Callable[[str, Any], None]) -> None:
         """Have each file checked when it is opened for the first time; those that are open, now.
@@ -60,7 +62,7 @@ class Shards:
         """
         if shard not in self._contents:
             content = load(self.folder / shard, self.trusted)
-            if shard not in self._touched_bytes:
+            if shard not in self._checked:
                 try:
                     self._check(shard, content)
                 except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -68,7 +70,7 @@ class Shards:
                         f'{self.folder / shard} is not laid out as the other files of the checkpoint: '
                         f'{type(error).__name__}: {error}'
                     ) from error
-                self._touched_bytes[shard] = 0
+                self._checked.add(shard)
             if len(self._contents) == _MOST_OPEN:
                 del self._contents[next(iter(self._contents))]
             self._contents[shard] = content
@@ -113,7 +115,7 @@ class Shards:
         """
         result = torch.empty(numel, dtype=dtype)
         done = 0
-        most = _NEW_MAPPING_AFTER_BYTES // max(1, result.element_size())
+        most = _NEW_MAPPINGS_AFTER_BYTES // max(1, result.element_size())
         for piece in pieces:
             for begin in range(0, piece.numel, most):
                 length = min(most, piece.numel - begin)
@@ -132,7 +134,10 @@ class Shards:
         return result
 
     def _touch(self, shard: str, size_bytes: int) -> None:
-        self._touched_bytes[shard] += size_bytes
-        if self._touched_bytes[shard] > _NEW_MAPPING_AFTER_BYTES:
-            self._touched_bytes[shard] = 0
-            del self._contents[shard]
+        self._touched.add(shard)
+        self._touched_bytes += size_bytes
+        if self._touched_bytes > _NEW_MAPPINGS_AFTER_BYTES:
+            for touched in self._touched:
+                self._contents.pop(touched, None)
+            self._touched.clear()
+            self._touched_bytes = 0

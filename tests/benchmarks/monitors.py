@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     title = f'{options.layers} x Linear({options.width}), AdamW, {options.ranks} ranks, an optimizer step'
     table = Table(title=title)
-    for column in ('monitor', 'ZeRO', 'without', 'with', 'ratio', 'itself', 'of it', 'quartiles of without'):
+    for column in ('monitor', 'ZeRO', 'without', 'with', 'ratio', 'of CPU time', 'itself', 'of it', 'spread'):
         table.add_column(column, justify='left' if column == 'monitor' else 'right')
     sizes = (options.layers, options.width, options.samples, options.batches)
     with RankPool(options.ranks, timeout_sec=600) as pool:
@@ -37,6 +37,7 @@ def main() -> None:
                     f'{found["off_sec"] * 1000:.1f} ms',
                     f'{found["on_sec"] * 1000:.1f} ms',
                     f'{found["on_sec"] / found["off_sec"]:.4f}',
+                    f'{found["on_cpu_sec"] / found["off_cpu_sec"]:.4f}',
                     f'{found["own_sec"] * 1000:.3f} ms',
                     f'{found["own_sec"] / found["off_sec"]:.2%}',
                     f'{found["spread"]:.0%}',

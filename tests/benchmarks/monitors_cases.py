@@ -48,8 +48,8 @@ class Alternately(Callback):
     def __init__(self, monitor: Any):
         self.monitor = monitor
         self.is_on = False
-        self.begun = self.own_sec = 0.0
-        self.batches: list[tuple[bool, float, float]] = []
+        self.begun = self.begun_cpu = self.own_sec = 0.0
+        self.batches: list[tuple[bool, float, float, float]] = []
 
     def _call(self, function: Any, *arguments: Any) -> None:
         start = time.perf_counter()
@@ -61,14 +61,14 @@ class Alternately(Callback):
             self.monitor.run_event(event, state, logger)
             return
         if event == Event.BATCH_START:
-            self.begun, self.own_sec = time.perf_counter(), 0.0
             if self.is_on:  # as at the start of a fit, which is not measured
                 self.monitor.fit_start(state, logger)
-                self.begun = time.perf_counter()
+            self.begun, self.begun_cpu, self.own_sec = time.perf_counter(), time.process_time(), 0.0
         if self.is_on:
             self._call(self.monitor.run_event, event, state, logger)
         if event == Event.BATCH_END:
-            self.batches.append((self.is_on, time.perf_counter() - self.begun, self.own_sec))
+            wall, cpu = time.perf_counter() - self.begun, time.process_time() - self.begun_cpu
+            self.batches.append((self.is_on, wall, cpu, self.own_sec))
             if self.is_on:
                 self.monitor.fit_end(state, logger)
             self.is_on = not self.is_on
@@ -82,8 +82,10 @@ def cost(kind: str, zero_stage: int, layers: int, width: int, samples: int, batc
     """Train with a monitor on in every second batch.
 
     Returns:
-        dict[str, float]: ``off_sec`` and ``on_sec``, medians of a batch without and with the monitor; ``own_sec``, the
-            median of the time in the monitor itself, which does not contain what it makes others do.
+        dict[str, float]: ``off_sec`` and ``on_sec``, a batch without and with the monitor; ``off_cpu_sec`` and
+            ``on_cpu_sec``, the processor's time in them; ``own_sec``, the time in the monitor itself, without what it
+            makes others do; ``spread`` of the batches without. Of each the first decile, which other processes on the
+            machine disturb least.
     """
     alternately, log = Alternately(KINDS[kind]()), InMemoryLogger()
     dataset = TensorDataset(torch.randn(samples * dist.get_world_size() * batches, width))
@@ -103,11 +105,18 @@ def cost(kind: str, zero_stage: int, layers: int, width: int, samples: int, batc
     trainer.fit()
     trainer.close()
     measured = alternately.batches[WARM_UP:]
-    off = [sec for is_on, sec, _ in measured if not is_on]
-    on = [sec for is_on, sec, _ in measured if is_on]
+    off = [(wall, cpu) for is_on, wall, cpu, _ in measured if not is_on]
+    on = [(wall, cpu) for is_on, wall, cpu, _ in measured if is_on]
+    own = [own for is_on, _, _, own in measured if is_on]
     return {
-        'off_sec': statistics.median(off),
-        'on_sec': statistics.median(on),
-        'own_sec': statistics.median(own for is_on, _, own in measured if is_on),
-        'spread': statistics.quantiles(off, n=4)[2] / statistics.quantiles(off, n=4)[0] - 1,
+        'off_sec': _first_decile([wall for wall, _ in off]),
+        'on_sec': _first_decile([wall for wall, _ in on]),
+        'off_cpu_sec': _first_decile([cpu for _, cpu in off]),
+        'on_cpu_sec': _first_decile([cpu for _, cpu in on]),
+        'own_sec': _first_decile(own),
+        'spread': statistics.median(wall for wall, _ in off) / _first_decile([wall for wall, _ in off]) - 1,
     }
+
+
+def _first_decile(times: list[float]) -> float:
+    return statistics.quantiles(times, n=10)[0]

@@ -27,8 +27,8 @@ def main() -> None:
         found = pool.run(weights_cases.measure, folder, options.layers, options.width, options.times)
     size_bytes = options.layers * options.width**2 * 4
     table = Table(
-        title=f'ZeRO 3, {options.ranks} ranks, {options.layers} x Linear({options.width}): {size_bytes / MIB:.0f} MiB of '
-        f'fp32 weights, largest tensor {4 * options.width**2 / MIB:.0f} MiB; MiB beyond the start'
+        title=f'ZeRO 3, {options.ranks} ranks, {options.layers} x Linear({options.width}): {size_bytes / MIB:.0f} MiB '
+        f'of fp32 weights, largest tensor {4 * options.width**2 / MIB:.0f} MiB; MiB beyond the start'
     )
     for column in ('written by', 'time', 'of torch.save', 'rank 0', 'others'):
         table.add_column(column, justify='left' if column == 'written by' else 'right')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
 import statistics
@@ -71,6 +73,9 @@ def measure(folder: str, layers: int, width: int, times: int, only: list[str] | 
             if write in (same_bytes, flushed):
                 same = same or {name: value.clone() for name, value in state.model.state_dict().items()}
             path = f'{folder}/{number}-{turn}'
+            # What was freed before would be taken again, and would hide what is needed.
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
             with Peak() as peak:
                 time_sec = _timed(write, path)
             if turn == 0:

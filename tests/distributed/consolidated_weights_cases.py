@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import DeepSpeed
 from composer_ds.callbacks import ConsolidatedWeightsSaver
+from composer_ds.checkpoint import exported_weights
 from composer_ds.errors import CheckpointError
 from tests.distributed import contents_cases, option_cases
 from tests.distributed.bf16_cases import half_trainer
@@ -46,7 +47,9 @@ def export_numbers(strategy: str | None, folder: str) -> None:
     trainer.state.model.load_state_dict({prefix + name: value for name, value in numbered.items()})
     for dtype in ('fp32', 'bf16', 'fp16'):
         ConsolidatedWeightsSaver(folder, dtype=dtype, filename=dtype).save(trainer.state)
+    part_bytes, exported_weights.PART_BYTES = exported_weights.PART_BYTES, 24  # so that a tensor comes in parts
     ConsolidatedWeightsSaver(folder, filename='several', max_shard_size=SEVERAL_FILES).save(trainer.state)
+    exported_weights.PART_BYTES = part_bytes
     trainer.close()
 
 

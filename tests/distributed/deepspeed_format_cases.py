@@ -367,6 +367,10 @@ def save_by_trainer(folder: str, stage: int) -> dict[str, Any]:
 def save_by_accelerate(folder: str) -> dict[str, Any]:
     """Train and save with Hugging Face's Accelerate itself."""
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    # It keeps what the Trainer gave it.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
     ds_config = {
         'train_micro_batch_size_per_gpu': 4,

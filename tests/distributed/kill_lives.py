@@ -15,10 +15,12 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
-import deepspeed  # noqa: F401 # before the forks
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 # before the forks, as the other one
 import torch
+import torch.utils.cpp_extension
 from composer import Callback, ComposerModel, Trainer
 from composer.utils import dist
 from torch import nn
@@ -92,8 +94,8 @@ def live(diary: pathlib.Path, folder: pathlib.Path | None, batches: int) -> None
     trainer.close()
 
 
-def fork_ranks(world_size: int, log: pathlib.Path, *arguments: Any) -> list[int]:
-    """Fork a process for each rank; the process ids."""
+def fork_ranks(world_size: int, log: pathlib.Path, function: Callable[..., None], *arguments: Any) -> list[int]:
+    """Fork a process for each rank, which calls the function; the process ids."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         port = probe.getsockname()[1]
@@ -110,7 +112,7 @@ def fork_ranks(world_size: int, log: pathlib.Path, *arguments: Any) -> list[int]
                 values = (rank, rank, world_size, world_size, 0, '127.0.0.1')
                 os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
                 os.environ['MASTER_PORT'] = str(port)
-                live(*arguments)
+                function(*arguments)
                 code = 0
             except BaseException:
                 import traceback
@@ -160,7 +162,7 @@ def chain(folder: pathlib.Path, world_size: int, kills: int, oracle: dict[int, f
         last = life == kills
         diary, log = folder / f'diary{life}', folder / f'log{life}'
         batches = resumes_from + 3 if last else len(oracle)
-        pids = fork_ranks(world_size, log, diary, saves, batches)
+        pids = fork_ranks(world_size, log, live, diary, saves, batches)
         started = time.monotonic()
         if last:
             assert end(pids, kill=False) == [0] * world_size, log.read_text()
@@ -211,7 +213,7 @@ def main() -> None:
         folder = arguments.folder / f'{world_size}ranks'
         folder.mkdir(parents=True)
         oracle = folder / 'oracle'
-        codes = end(fork_ranks(world_size, folder / 'log', oracle, None, 20 + 8 * kills), kill=False)
+        codes = end(fork_ranks(world_size, folder / 'log', live, oracle, None, 20 + 8 * kills), kill=False)
         assert codes == [0] * world_size, (folder / 'log').read_text()
         losses, _ = read(oracle)
         report[world_size] = chain(folder, world_size, kills, losses, arguments.seed)

@@ -58,7 +58,7 @@ def test_cut_singly(sizes, world_size, per_block):
     files = tuple(f'rank{rank}' for rank in range(world_size))
     parts: list[list[torch.Tensor]] = [[] for _ in files]
     for value in parameters:
-        part = part_numel(value.numel(), world_size)
+        part = math.ceil(value.numel() / world_size)
         padded = torch.cat([value, torch.full((part * world_size - value.numel(),), -1.0)])
         for rank in range(world_size):
             parts[rank].append(padded[rank * part :][:part])
