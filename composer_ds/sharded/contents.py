@@ -33,7 +33,7 @@ class Contents:
         tied (dict[str, str]): Of the manifest, alike on all ranks.
         param_groups (list[list[str]]): Names of parameters; empty without optimizer.
         optimizer (str | None): The class of the optimizer.
-        rest (dict[str, Any] | None): What goes into ``state.pt``; None for weights only.
+        rest (dict[str, Any]): What goes into ``state.pt``.
         pending (list[PendingTensor]): Tensors in ``rest`` that are put together when it is written.
     """
 
@@ -42,7 +42,7 @@ class Contents:
     tied: dict[str, str]
     param_groups: list[list[str]] = field(default_factory=list)
     optimizer: str | None = None
-    rest: dict[str, Any] | None = None
+    rest: dict[str, Any] = field(default_factory=dict)
     pending: list[PendingTensor] = field(default_factory=list)
 
     def to_host(self) -> None:
@@ -102,9 +102,13 @@ def collect(state: State, weights_only: bool = False) -> Contents:
                 'could go on from such a checkpoint. Save weights_only=True, or let state_dict() name them.'
             )
         optimizer: Any = ensure_tuple(state.optimizers)[0]
-        contents.rest, contents.pending = _rest_of(state)
+        contents.rest, contents.pending = _rest_of(state, state.serialized_attributes)
+        contents.rest['rng'] = reproducibility.get_rng_state()
         contents.rest['optimizer'] = _add_optimizer(contents, optimizer, partitions, first)
-        contents.rest['others'] = others
+    else:
+        # Composer then adds what it knows of a Hugging Face model: its configuration and tokenizer.
+        contents.rest, contents.pending = _rest_of(state, [])
+    contents.rest['others'] = others
     contents.shards = {key: shard for key, shard in shards.items() if shard.run.numel()}
     return contents
 
@@ -135,17 +139,17 @@ def _run_of(tensor: Any, kind: str, partitions: Partitions) -> tuple[torch.Tenso
     return (whole, 0) if dist.get_global_rank() == 0 else (whole[:0], 0)
 
 
-def _rest_of(state: State) -> tuple[dict[str, Any], list[PendingTensor]]:
+def _rest_of(state: State, wanted: list[str]) -> tuple[dict[str, Any], list[PendingTensor]]:
     """Collect Composer's state without model and optimizer. Collective."""
     attributes = state.serialized_attributes
-    state.serialized_attributes = [name for name in attributes if name not in ('model', 'optimizers')]
+    state.serialized_attributes = [name for name in wanted if name not in ('model', 'optimizers')]
     try:
         # What callbacks and algorithms do in their state_dict() may fail on one rank; the others go on to a collective.
         with agreeing(None, repr), consolidating_later() as pending:
             composers = state.state_dict()
     finally:
         state.serialized_attributes = attributes
-    return {'state': composers, 'rng': reproducibility.get_rng_state()}, pending
+    return {'state': composers}, pending
 
 
 def _add_optimizer(
@@ -153,7 +157,9 @@ def _add_optimizer(
 ) -> dict[str, Any]:
     """Add the optimizer's runs to the shards; return its settings and what is not a tensor. Collective."""
     contents.optimizer = type(optimizer).__qualname__
-    contents.param_groups = [[first[id(p)] for p in group['params']] for group in optimizer.param_groups]
+    contents.param_groups = [
+        [first[id(p)] for p in group['params'] if id(p) in first] for group in optimizer.param_groups
+    ]
     scalars: dict[str, dict[str, Any]] = {}
     for name, layout in optimizer.layouts().items():
         runs = {key: dtype for key, dtype in layout.items() if isinstance(dtype, torch.dtype)}

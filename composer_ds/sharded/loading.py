@@ -61,8 +61,13 @@ def load_sharded(wanted: LoadSharded, state: State, logger: Logger) -> None:
             raise CheckpointError(f'{path} holds nothing but weights; give load_sharded weights_only=True.')
     _check_files(source, path, wanted.verify)
     with _agreeing(path):
-        names = names_in_checkpoint(source, named_tensors(state.model), wanted.strict)
+        # An extra state of a module, or what a state_dict() of the user's own computes.
+        others = source.rest['others'] if isinstance(source, ShardedSource) else {}
+        named = {name: value for name, value in named_tensors(state.model).items() if name not in others}
+        names = names_in_checkpoint(source, named, wanted.strict)
     _load_weights(source, names, state)
+    if others:
+        state.model.load_state_dict(others, strict=False)
     if not wanted.weights_only:
         optimizer: Any = ensure_tuple(state.optimizers)[0]
         _load_optimizer(source, names, optimizer, path)
@@ -178,13 +183,9 @@ def _optimizer_of(source: Any) -> tuple[str | None, list[dict[str, Any]], dict[s
 def _load_rest(source: ShardedSource, state: State, logger: Logger, wanted: LoadSharded) -> None:
     """Load Composer's state without model and optimizer. Collective."""
     run_name = state.run_name
-    with _agreeing(str(source.path)):
-        rest = source.rest
-    composers = dict(rest['state'])
+    composers = dict(source.rest['state'])
     if not wanted.schedulers:
         composers.pop('schedulers', None)
     state.load_state_dict(composers, logger)
     state.run_name = run_name
-    if rest['others']:
-        state.model.load_state_dict(rest['others'], strict=False)
-    restore_random_numbers(rest['rng'])
+    restore_random_numbers(source.rest['rng'])

@@ -37,7 +37,7 @@ def discard_download(path: str) -> None:
     """
     with contextlib.suppress(ValueError):
         download = Path(path).relative_to(_own_folder()).parts[0]
-        if dist.get_local_rank() == 0:
+        if download.startswith('load-') and dist.get_local_rank() == 0:
             shutil.rmtree(_own_folder() / download, ignore_errors=True)
 
 

@@ -2,18 +2,16 @@
 
 A save or a removal is killed between any two of these calls; what then stands in the folder:
 
-====================================================  =================================================================
-after                                                 in the folder
-====================================================  =================================================================
-writing into ``.incomplete-ba5``                      the old checkpoints, and a leftover that the next start removes
-writing its manifest                                  the same, but the leftover is complete: the next start gives it
-                                                      its name
-renaming an old ``ba5`` to ``.incomplete-replaced-``  the same
-renaming ``.incomplete-ba5`` to ``ba5``               a complete ba5; ``latest`` is behind, and autoresume knows
-moving ``latest``                                     the new state
-renaming an old ``ba3`` to ``.incomplete-ba3``        a complete leftover: the next start gives it back its name
-removing its manifest                                 a leftover that the next start removes
-====================================================  =================================================================
+============================================  ========================================================================
+after                                         in the folder
+============================================  ========================================================================
+writing into ``.incomplete-ba5``              the old checkpoints, and a leftover that the next start removes
+writing its manifest                          the same, but the leftover is complete: the next start gives it its name
+renaming an old ba5 to ``.incomplete-old-``   the same, and a leftover that the next start removes
+renaming ``.incomplete-ba5`` to ba5           a complete ba5; ``latest`` is behind, and autoresume knows
+moving ``latest``                             the new state
+renaming an old ba3 to ``.incomplete-old-``   the new state, and a leftover that the next start removes
+============================================  ========================================================================
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ __all__ = [
     'problems_of_name',
     'put_in_place',
     'recover',
-    'remove',
     'rotate',
     'temporary_folder',
     'write_durably',
@@ -42,9 +39,11 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_OLD = 'old-'
+
 
 def temporary_folder(folder: Path) -> Path:
-    """Return where a checkpoint is written until it is complete, and removed from.
+    """Return where a checkpoint is written until it is complete.
 
     Args:
         folder (Path): The checkpoint.
@@ -122,13 +121,20 @@ def put_in_place(folder: Path) -> None:
     Args:
         folder (Path): The checkpoint, which is still in its temporary folder.
     """
-    replaced = temporary_folder(folder.with_name(f'replaced-{folder.name}'))
-    if folder.exists():
-        _remove_if_there(replaced)
-        os.replace(folder, replaced)
+    old = _put_away(folder) if folder.exists() else None
     os.replace(temporary_folder(folder), folder)
     flush_folder(folder.parent)
-    _remove_if_there(replaced)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _put_away(folder: Path) -> Path:
+    """Take a checkpoint its name, so that a half-removed one is nobody's checkpoint; return where it is now."""
+    old = temporary_folder(folder.with_name(_OLD + folder.name))
+    if old.exists():
+        shutil.rmtree(old)
+    os.replace(folder, old)
+    return old
 
 
 def point_latest(folder: Path) -> None:
@@ -161,19 +167,6 @@ def write_durably(path: Path, text: str) -> None:
     flush_folder(path.parent)
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint: first it loses its name, so that a half-removed one is nobody's checkpoint.
-
-    Args:
-        folder (Path): The checkpoint.
-    """
-    hidden = temporary_folder(folder)
-    _remove_if_there(hidden)
-    os.replace(folder, hidden)
-    (hidden / MANIFEST).unlink()
-    shutil.rmtree(hidden)
-
-
 def rotate(newest: Path, number: int) -> None:
     """Remove the oldest checkpoints of a folder. What cannot be removed stays, with a warning.
 
@@ -187,7 +180,7 @@ def rotate(newest: Path, number: int) -> None:
     others = sorted(batches, key=lambda path: (batches[path] <= now, batches[path]))
     for path in others[: len(others) - max(number, 1) + 1]:
         try:
-            remove(path)
+            shutil.rmtree(_put_away(path))
         except OSError as error:
             log.warning('The old checkpoint %s cannot be removed: %s', path, error)
 
@@ -199,21 +192,12 @@ def recover(folder: Path, filename: str) -> None:
         folder (Path): Holds checkpoints.
         filename (str): Their names, with Composer's placeholders.
     """
+    for name in leftovers(str(folder), _OLD + filename):
+        shutil.rmtree(temporary_folder(Path(name)))
     for name in leftovers(str(folder), filename):
         path, hidden = Path(name), temporary_folder(Path(name))
         if (hidden / MANIFEST).exists():
             put_in_place(path)
         else:
             shutil.rmtree(hidden)
-    for name in leftovers(str(folder), f'replaced-{filename}'):
-        shutil.rmtree(temporary_folder(Path(name)))
-    _temporary_latest(folder).unlink(missing_ok=True)
-
-
-def _temporary_latest(folder: Path) -> Path:
-    return Path(temporary_path(str(folder / LATEST)))
-
-
-def _remove_if_there(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    Path(temporary_path(str(folder / LATEST))).unlink(missing_ok=True)

@@ -73,13 +73,12 @@ class Save:
         self._begin()
         path = self.temporary / STATE
         with self._agreeing():
-            if self._contents.rest is not None:
-                error = write_stream(self._contents.rest, self._contents.pending, str(path))
-                if error is not None:
-                    raise error
-                if get_global_rank() == 0:
-                    self.files[STATE] = file_entry(path)
-        self._contents.rest = None
+            error = write_stream(self._contents.rest, self._contents.pending, str(path))
+            if error is not None:
+                raise error
+            if get_global_rank() == 0:
+                self.files[STATE] = file_entry(path)
+        self._contents.rest, self._contents.pending = {}, []
         if to_host:
             with self._agreeing():
                 self._contents.to_host()

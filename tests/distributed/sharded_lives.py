@@ -181,8 +181,8 @@ def chain(
         announced = max(announced, saved)
         hidden = [path for path in saves.glob('.incomplete-*') if path.is_dir()]
         named = [batch_of(path) for path in saves.glob('[!.]*') if path.is_dir()]
-        nameless = [batch_of(path) for path in hidden if (path / MANIFEST).exists()]
-        assert len(named) <= 3, named
+        complete = [path for path in hidden if (path / MANIFEST).exists() and 'old-' not in path.name]
+        nameless = [batch_of(path) for path in complete]
         counts.within_a_save += bool(hidden) and bool(losses)
         newest = max([0, *named, *nameless])
         assert newest >= announced, (number, newest, announced)

@@ -331,6 +331,12 @@ def in_object_store(url: str, uri: str, asynchronous: bool) -> dict[str, Any]:
     return found
 
 
+def train_in_object_store(url: str, uri: str) -> None:
+    """Save into an object store."""
+    with s3(url):
+        train(uri, interval='3ba')
+
+
 def load_from_object_store(url: str, uri: str) -> tuple[str, str, float]:
     """Load what cannot be loaded."""
     with s3(url):

@@ -17,7 +17,6 @@ from composer_ds.errors import ConfigError
 from tests.distributed import consolidated_weights_cases as cases
 from tests.distributed import contents_cases
 from tests.distributed.parity_cases import Tied
-from tests.distributed.test_checkpoint_options import s3  # noqa: F401
 
 STRATEGIES = ['zero1-cpu', 'zero2', 'zero3-cut', 'zero3-cut-cpu-params']
 
@@ -186,17 +185,12 @@ def test_arguments():
 
 
 @pytest.mark.slow
-def test_object_stores(two_ranks, tmp_path, s3: str):  # noqa: F811
-    import boto3
-
+def test_object_stores(two_ranks, tmp_path, s3: str, s3_client):
     errors = two_ranks.run(cases.to_object_store, 'zero3-cut', 's3://bucket/weights', s3)
     assert errors[0] == errors[1]
     assert 'of another export' in errors[0][0] and 'and overwrite=False' in errors[0][1]
-    client = boto3.client(
-        's3', endpoint_url=s3, region_name='us-east-1', aws_access_key_id='a', aws_secret_access_key='b'
-    )
-    names = {one['Key'] for one in client.list_objects_v2(Bucket='bucket')['Contents']}
+    names = {one['Key'] for one in s3_client.list_objects_v2(Bucket='bucket')['Contents']}
     assert len(names) == 3 and all(name.startswith('weights/ba1/model') for name in names)
     for name in names:
-        client.download_file('bucket', name, str(tmp_path / Path(name).name))
+        s3_client.download_file('bucket', name, str(tmp_path / Path(name).name))
     assert _read(tmp_path).keys() == {'embedding.weight', 'middle.weight', 'middle.bias'}

@@ -59,10 +59,10 @@ def test_weights_alone_are_saved_and_loaded(two_ranks, tmp_path):
     folder = str(tmp_path / 'weights')
     saved = two_ranks.run(sharded_cases.save_small, 'zero3-cut', folder, weights_only=True)[0]
     files = {one.name for one in (tmp_path / 'weights' / 'ba2').iterdir()}
-    assert files == {'manifest.json', '.metadata', '__0_0.distcp', '__1_0.distcp'}
+    assert files == {'manifest.json', '.metadata', 'state.pt', '__0_0.distcp', '__1_0.distcp'}
     wanted = {'path': folder, 'weights_only': True}
     (found, *_) = two_ranks.run(sharded_cases.load_small, 'zero2', wanted)
-    assert _same(found, saved, list(saved['weights'])) and found['batch'] == 0
+    assert _same(found, saved, list(saved['weights'])) and found['batch'] == 0 and found['count'] == 7
 
 
 def test_what_must_not_be_loaded_is_refused_by_name(two_ranks, tmp_path):
