@@ -51,8 +51,8 @@ kills: $(STAMP) ## kill training at 80 random moments, and resume after each
 matrix: $(STAMP) ## resume checkpoints of every strategy and world size under every other
 	COMPOSER_DS_MATRIX=$${COMPOSER_DS_MATRIX:-covering} python -m pytest -v --timeout 7200 tests/distributed/test_matrix.py tests/distributed/test_resume_16bit.py $(ARGS)
 
-benchmark: $(STAMP) ## time and memory of saving and loading
-	python -m tests.benchmarks.saving $(ARGS)
+benchmark: $(STAMP) ## time and memory of saving, loading, exporting and monitoring
+	for one in saving sharded weights consolidate deepspeed_format monitors; do python -m tests.benchmarks.$$one; done
 
 soak: $(STAMP) ## hundreds of random combinations of settings, against plain Composer
 	COMPOSER_DS_EXAMPLES=400 python -m pytest --timeout 3600 tests/distributed/test_random_settings.py $(ARGS)

@@ -16,7 +16,13 @@ from composer_ds.errors import (
 
 if TYPE_CHECKING:
     from composer_ds.algorithm import DeepSpeed
-    from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
+    from composer_ds.callbacks import (
+        CommunicationMonitor,
+        ConsolidatedWeightsSaver,
+        DeepSpeedMonitor,
+        ShardedCheckpointSaver,
+        ZeroMemoryMonitor,
+    )
     from composer_ds.counts import OptimizerSteps, optimizer_steps
     from composer_ds.events import Event
     from composer_ds.partitioned_construction import partitioned_init
@@ -28,9 +34,12 @@ __version__ = '0.1.0'
 
 __all__ = [
     'CheckpointError',
+    'CommunicationMonitor',
     'ComposerDSError',
     'ConfigError',
+    'ConsolidatedWeightsSaver',
     'DeepSpeed',
+    'DeepSpeedMonitor',
     'EnvironmentProblem',
     'Event',
     'LoadSharded',
@@ -39,6 +48,7 @@ __all__ = [
     'ShardedCheckpointSaver',
     'TrainingError',
     'WandBLogger',
+    'ZeroMemoryMonitor',
     'make_whole',
     'optimizer_steps',
     'partitioned_init',
@@ -46,12 +56,16 @@ __all__ = [
 
 # Composer takes seconds to import; `run.py --help` and an error in a YAML file need not wait for it.
 _LAZY = {
+    'CommunicationMonitor': 'composer_ds.callbacks',
+    'ConsolidatedWeightsSaver': 'composer_ds.callbacks',
     'DeepSpeed': 'composer_ds.algorithm',
+    'DeepSpeedMonitor': 'composer_ds.callbacks',
     'Event': 'composer_ds.events',
     'LoadSharded': 'composer_ds.sharded.choice',
     'OptimizerSteps': 'composer_ds.counts',
-    'ShardedCheckpointSaver': 'composer_ds.callbacks.sharded_checkpoint_saver',
+    'ShardedCheckpointSaver': 'composer_ds.callbacks',
     'WandBLogger': 'composer_ds.wandb_logger',
+    'ZeroMemoryMonitor': 'composer_ds.callbacks',
     'make_whole': 'composer_ds.whole',
     'optimizer_steps': 'composer_ds.counts',
     'partitioned_init': 'composer_ds.partitioned_construction',

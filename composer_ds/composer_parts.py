@@ -191,7 +191,8 @@ CALLBACKS: dict[str, Decision] = {
     'OptimizerMonitor': Decision(
         'refused',
         'reads p.grad of the parameters, which DeepSpeed has moved into partitions by then, and would log a norm of 0',
-        'log algorithm.ds_engine.get_global_grad_norm() of your DeepSpeed object in a callback at BATCH_END',
+        'use composer_ds.DeepSpeedMonitor(per_layer=True), which logs l2_norm/grad and l2_norm/update under the same '
+        'keys',
     ),
     'Profiler': Decision('works', 'Records events.'),
     'RuntimeEstimator': Decision('works', _READS),

@@ -161,7 +161,8 @@ FEATURES: tuple[Feature, ...] = (
     _passes(('disable_python_gc',), "Python's garbage collector is off until the Trainer is closed; collect with "
             '`ds_engine.collect_python_gc()`'),
     _refused(('comms_logger',), "DeepSpeed's latencies are wrong: each is the sum of all so far",
-             "use Composer's Profiler (TorchProfiler), which shows collectives with times and sizes", switch='enabled',
+             "use CommunicationMonitor, or Composer's Profiler (TorchProfiler), which shows collectives with times and "
+             'sizes', switch='enabled',
              by_presence=True),
     _refused(('tensorboard', 'wandb', 'csv_monitor', 'comet'),
              'it would log the learning rate only, and all at sample 0: DeepSpeed counts samples in its own backward()',

@@ -5,6 +5,13 @@ from __future__ import annotations
 from composer_ds.callbacks.communication_monitor import CommunicationMonitor
 from composer_ds.callbacks.consolidated_weights import ConsolidatedWeightsSaver
 from composer_ds.callbacks.deepspeed_monitor import DeepSpeedMonitor
+from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
 from composer_ds.callbacks.zero_memory_monitor import ZeroMemoryMonitor
 
-__all__ = ['CommunicationMonitor', 'ConsolidatedWeightsSaver', 'DeepSpeedMonitor', 'ZeroMemoryMonitor']
+__all__ = [
+    'CommunicationMonitor',
+    'ConsolidatedWeightsSaver',
+    'DeepSpeedMonitor',
+    'ShardedCheckpointSaver',
+    'ZeroMemoryMonitor',
+]

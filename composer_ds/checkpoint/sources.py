@@ -7,6 +7,8 @@ from pathlib import Path
 
 from composer_ds.checkpoint.composer_file import ComposerFileSource
 from composer_ds.checkpoint.source import CheckpointSource
+from composer_ds.deepspeed_format import DeepSpeedSource, is_deepspeed_checkpoint
+from composer_ds.deepspeed_format.archives import is_archive_of_composer
 from composer_ds.errors import CheckpointError
 from composer_ds.sharded.dcp_metadata import METADATA
 from composer_ds.sharded.manifest import LATEST, MANIFEST
@@ -15,6 +17,7 @@ from composer_ds.sharded.source import ShardedSource
 __all__ = ['checkpoints_in', 'open_source']
 
 _COMPRESSED = ('.gz', '.bz2', '.xz', '.lz4', '.zst', '.lzma', '.zip', '.tar', '.tgz')
+_ARCHIVES = ('.tar', '.tar.gz', '.tgz', '.tar.bz2', '.tar.lzma')
 _LOOKED_FOR = (
     f'a sharded checkpoint ({MANIFEST}), a folder of them ({LATEST}), a checkpoint of DeepSpeed (mp_rank_*_model_'
     f'states.pt, or {LATEST} that names such a folder) or a file of Composer (.pt)'
@@ -44,12 +47,12 @@ def open_source(path: str | Path, trusted: bool = False) -> CheckpointSource:
         return ShardedSource(path, trusted)
     if path.name == MANIFEST and path.exists():
         return ShardedSource(path.parent, trusted)
-    if _is_deepspeed(path):
-        from composer_ds.deepspeed_format import DeepSpeedSource
-
+    if is_deepspeed_checkpoint(path):
         return DeepSpeedSource(path, trusted=trusted)
     if path.is_dir():
         return _open_folder(path, trusted)
+    if path.name.endswith(_ARCHIVES) and is_archive_of_composer(path):  # up to 0.27, with DeepSpeed
+        return DeepSpeedSource(path, trusted=trusted)
     if not path.exists():
         link = f' It is a symlink to {path.readlink()}, which is not there.' if path.is_symlink() else ''
         raise CheckpointError(f'{path} does not exist.{link} (The working directory is {Path.cwd()}.)')
@@ -79,12 +82,6 @@ def _open_folder(path: Path, trusted: bool) -> CheckpointSource:
         )
     content = 'is empty' if not any(path.iterdir()) else 'holds no checkpoint'
     raise CheckpointError(f'{path} {content}; looked for {_LOOKED_FOR}.')
-
-
-def _is_deepspeed(path: Path) -> bool:
-    from composer_ds.deepspeed_format import is_deepspeed_checkpoint
-
-    return is_deepspeed_checkpoint(path)
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:

@@ -36,6 +36,9 @@ SCHEDULERS = {
 # CheckpointSaver is missing on purpose: the section `checkpoint` makes it.
 CALLBACKS = {
     'activation_monitor': 'composer.callbacks:ActivationMonitor',
+    'communication_monitor': 'composer_ds.callbacks.communication_monitor:CommunicationMonitor',
+    'consolidated_weights_saver': 'composer_ds.callbacks.consolidated_weights:ConsolidatedWeightsSaver',
+    'deepspeed_monitor': 'composer_ds.callbacks.deepspeed_monitor:DeepSpeedMonitor',
     'early_stopper': 'composer.callbacks:EarlyStopper',
     'free_outputs': 'composer.callbacks:FreeOutputs',
     'generate': 'composer.callbacks:Generate',
@@ -51,6 +54,7 @@ CALLBACKS = {
     'speed_monitor': 'composer.callbacks:SpeedMonitor',
     'system_metrics_monitor': 'composer.callbacks:SystemMetricsMonitor',
     'threshold_stopper': 'composer.callbacks:ThresholdStopper',
+    'zero_memory_monitor': 'composer_ds.callbacks.zero_memory_monitor:ZeroMemoryMonitor',
 }
 
 LOGGERS = {

@@ -79,7 +79,7 @@ def test_what_is_refused_says_why_and_what_instead(path: str):
         ({'zero_optimization': {'zenflow': {}}}, 'ZenFlow'),
         ({'zero_optimization': {'cpu_offload': True}}, "write offload_optimizer: {'device': 'cpu'}"),
         ({'csv_monitor': {'enabled': True}}, 'all at sample 0'),
-        ({'comms_logger': {'verbose': True}}, "use Composer's Profiler"),
+        ({'comms_logger': {'verbose': True}}, "or Composer's Profiler"),
         ({'activation_checkpointing': {'partition_activations': True}}, 'call deepspeed.checkpointing.configure('),
         ({'tensor_parallel': {'autotp_size': 2}}, 'no longer all be data-parallel'),
         ({'sequence_parallel_size': 2}, 'sequence_parallel_size=2: the ranks'),
