@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from composer.core import Event, State, TimeUnit
 from composer.loggers import Logger
+from composer.utils import dist
 
-from composer_ds.announcements import announce
+from composer_ds.announcements import announce, describe_optimizer_steps, describe_saved_by
+from composer_ds.checkpoint.verification import take_loaded_path
+from composer_ds.console import Console
 from composer_ds.events import run_optimizer_step_event
 from composer_ds.faces.scheduler import SchedulerFace, StateInOptimizerSteps, scheduler_face
 from composer_ds.loss_scaling import LossScale
+from composer_ds.running import running_deepspeed
 
 if TYPE_CHECKING:
     from composer_ds.counts import OptimizerSteps
@@ -49,6 +53,9 @@ class Clock:
         self.loss_scale = loss_scale
         self.limit = max_consecutive_skipped_steps
         self._settled = steps.applied
+        self._saved_by: dict[str, int] = {}
+        self._console = Console(steps, window)
+        state.callbacks.append(self._console)
 
     @property
     def optimizer(self) -> OptimizerFace:
@@ -107,6 +114,7 @@ class Clock:
         else:
             self.logger.log_metrics({'optimizer_steps/skipped': steps.skipped})
             steps.check_skipped(self.limit, self.loss_scale.at_floor)
+        self._console.after_optimizer_step()
 
     def settle(self, event: Event) -> None:
         """Settle the batch that is over; step a short window when it was the last. Called at ``BATCH_END`` and later.
@@ -136,7 +144,13 @@ class Clock:
                 f'({self.window.batches} of {self.window.size} '
                 'batches): their gradients are not in it, and a run that resumes from it begins that step anew.'
             )
-        return {**self.steps.state_dict(), 'batches_in_window': self.window.batches}
+        plan = running_deepspeed(self.state, 'A checkpoint').plan
+        assert plan is not None
+        return {
+            **self.steps.state_dict(),
+            'batches_in_window': self.window.batches,
+            'saved_by': {'zero_stage': plan.zero_stage, 'world_size': dist.get_world_size()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the counts of a checkpoint.
@@ -146,6 +160,7 @@ class Clock:
         """
         self.steps.load_state_dict(state_dict)
         self._settled = self.steps.applied
+        self._saved_by = state_dict.get('saved_by', {})
         lost = state_dict.get('batches_in_window', 0)
         if lost:
             announce(
@@ -154,7 +169,7 @@ class Clock:
             )
 
     def after_load(self, counts_were_loaded: bool) -> None:
-        """Complete the counts after a checkpoint of plain Composer, where each batch was an optimizer step.
+        """Complete the counts after a checkpoint of plain Composer, where each batch was an optimizer step; say so.
 
         Args:
             counts_were_loaded (bool): Whether the checkpoint had counts of ours.
@@ -163,6 +178,19 @@ class Clock:
         if not counts_were_loaded and batches > 0:
             self.steps.attempted = self.steps.applied = self.steps.in_schedule = batches
         self._settled = self.steps.applied
+        path = take_loaded_path(self.state)
+        if path is not None and batches == 0:
+            announce(f'Loaded {path}; training begins at batch 0.')
+        elif path is not None:
+            announce(f'Resumed from {path}: batch {batches}, {self._origin(counts_were_loaded)}.')
+
+    def _origin(self, counts_were_loaded: bool) -> str:
+        counts = describe_optimizer_steps(self.steps.applied, self.steps.skipped)
+        if not counts_were_loaded:
+            return f'{counts}; saved by Composer without DeepSpeed'
+        if not self._saved_by:
+            return counts
+        return f'{counts}; saved {describe_saved_by(**self._saved_by)}'
 
 
 class _BetweenWindows:

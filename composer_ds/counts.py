@@ -9,6 +9,7 @@ from typing import Any
 from composer.core import State
 from composer.utils import dist
 
+from composer_ds.announcements import beside_bars
 from composer_ds.errors import ComposerDSError, TrainingError
 
 __all__ = ['OptimizerSteps', 'optimizer_steps']
@@ -86,14 +87,15 @@ class OptimizerSteps:
         """
         if dist.get_global_rank() == 0:
             # DeepSpeed itself says nothing in bf16 and fp32, and a run whose gradients are NaN looks alive.
-            log.warning(
-                'Optimizer step %d skipped: a gradient is infinite or NaN. The weights are unchanged. '
-                '(%d of %d skipped so far, %d in a row)',
-                self.attempted,
-                self.skipped,
-                self.attempted,
-                self.consecutive_skipped,
-            )
+            with beside_bars():
+                log.warning(
+                    'Optimizer step %d skipped: a gradient is infinite or NaN. The weights are unchanged. '
+                    '(%d of %d skipped so far, %d in a row)',
+                    self.attempted,
+                    self.skipped,
+                    self.attempted,
+                    self.consecutive_skipped,
+                )
         causes = (
             'Likely causes: a learning rate that is too high or rises too fast, a batch with bad data (NaN in the '
             'inputs, a division by zero or the log of zero in the loss), or a model that overflows in fp16 '

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from composer.core import State
 from composer.loggers import Logger
 from packaging.version import Version
 
+from composer_ds.deepspeed_output import import_quietly, quiet_output, quieten_logger
 from composer_ds.errors import EnvironmentProblem
 from composer_ds.scalars import scalars_as_vectors
 
@@ -60,6 +60,7 @@ def check_environment() -> None:
                 f'{" and ".join(missing)} cannot be found on the PATH. Install a C++ compiler (Debian: apt-get install '
                 'g++; or name yours in the variable CXX) and ninja (pip install ninja).'
             )
+    import_quietly()
 
 
 def _put_ninja_on_path() -> None:
@@ -85,38 +86,22 @@ def build_engine(
     Returns:
         DeepSpeedEngine: Of stage 1, 2 or 3.
     """
-    import deepspeed
-    from deepspeed.runtime import torch_autocast
+    quieten_logger(ds_config)
+    with quiet_output():
+        import deepspeed
+        from deepspeed.runtime import torch_autocast
 
-    # DeepSpeed logs each of its settings at INFO; warnings stay, but for one that ownership.py has settled.
-    logger = logging.getLogger('DeepSpeed')
-    logger.setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
-    logger.addFilter(_is_news)
-    logger.removeFilter(_is_progress)
-    if 'steps_per_print' in ds_config and 'log_level' not in ds_config and logger.level > logging.INFO:
-        logger.setLevel(logging.INFO)
-        logger.addFilter(_is_progress)
-
-    # DeepSpeed (0.19) never takes this flag back, and with it an engine overlooks its communication_data_type.
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    torch_autocast.TORCH_AUTOCAST_DTYPE = None
-    with scalars_as_vectors(model.parameters(), ds_config['zero_optimization']['stage']):
-        ds_engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,  # pyright: ignore[reportArgumentType]
-            config=ds_config,
-            dist_init_required=False,  # Composer has done it
-        )
+        # DeepSpeed (0.19) never takes this flag back, and with it an engine overlooks its communication_data_type.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+        torch_autocast.TORCH_AUTOCAST_DTYPE = None
+        with scalars_as_vectors(model.parameters(), ds_config['zero_optimization']['stage']):
+            ds_engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,  # pyright: ignore[reportArgumentType]
+                config=ds_config,
+                dist_init_required=False,  # Composer has done it
+            )
     return ds_engine
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return 'untested optimizer' not in record.getMessage()
-
-
-def _is_progress(record: logging.LogRecord) -> bool:
-    """Whether a line is what ``steps_per_print`` asks for, or a warning."""
-    return record.levelno >= logging.WARNING or 'step=' in record.getMessage()
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:

@@ -115,7 +115,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
 
         Args:
             states (dict[str, dict[str, Any]]): For each parameter name its state: tensors of shape ``(numel,)`` of this
-                rank's fragment, and scalars. A parameter that is not named has no state, as before its first update.
+                rank's fragment, or functions that return one, which are called one after the other; and scalars. A
+                parameter that is not named has no state, as before its first update.
         """
         self.state.clear()
         self.split.clear()
@@ -131,7 +132,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 if state:
                     self.state[tensor] = {
                         key: value.to(tensor.device, copy=True) if torch.is_tensor(value) else value
-                        for key, value in state.items()
+                        for key, value in ((key, _read(value)) for key, value in state.items())
                     }
 
     def __del__(self):
@@ -190,7 +191,11 @@ def _alike(state: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _is_run(value: Any) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0
+    return callable(value) or (torch.is_tensor(value) and value.dim() > 0)
+
+
+def _read(value: Any) -> Any:
+    return value() if callable(value) else value
 
 
 def _flat_state(flat: torch.Tensor, fragments: list[Fragment], states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,7 +204,9 @@ def _flat_state(flat: torch.Tensor, fragments: list[Fragment], states: list[dict
         if not _is_run(value):
             merged[key] = copy.deepcopy(value)
             continue
-        merged[key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
         for fragment, state in zip(fragments, states, strict=True):
-            fragment.of(merged[key]).copy_(state[key])
+            run = _read(state[key])
+            if key not in merged:
+                merged[key] = torch.zeros_like(flat, dtype=run.dtype, requires_grad=False)
+            fragment.of(merged[key]).copy_(run)
     return merged

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer.core import DataSpec
@@ -59,7 +59,7 @@ def split_problems(split: str, num_samples: int, remedy: str) -> list[str]:
 
 def build_dataloader(
     dataset: Sequence[Any],
-    collate: Callable[[list[Any]], dict[str, Any]],
+    collate: Callable[[list[Any]], Any] | None,
     *,
     batch_size: int,
     shuffle_seed: int | None = None,
@@ -75,7 +75,8 @@ def build_dataloader(
 
     Args:
         dataset (Sequence[Any]): Samples, the same on every rank, at least one for each rank.
-        collate (Callable[[list[Any]], dict[str, Any]]): Makes a batch of a list of samples.
+        collate (Callable[[list[Any]], Any] | None): Makes a batch of a list of samples: a mapping or a sequence of
+            tensors. ``None`` takes torch's own.
         batch_size (int): Samples per batch of this rank.
         shuffle_seed (int | None): Seed of the order, a new one each epoch; ``None`` keeps the order of the data set.
         num_workers (int): Worker processes of this rank; 0 loads in the training process.
@@ -100,7 +101,7 @@ def build_dataloader(
     return DataSpec(dataloader, split_batch=_split_batch, get_num_tokens_in_batch=count_tokens)
 
 
-def _split_batch(batch: dict[str, Any], microbatch_size: int | float) -> Sequence[dict[str, Any]]:
+def _split_batch(batch: Any, microbatch_size: int | float) -> Sequence[Any]:
     """Splits as Composer does, without its warning about the short last batch, which is nothing to worry about."""
-    num_samples = len(next(iter(batch.values())))
+    num_samples = len(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
     return default_split_batch(batch, min(microbatch_size, num_samples))

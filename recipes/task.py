@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer.core import Callback, DataSpec, Evaluator
+    from composer.core import Algorithm, Callback, DataSpec, Evaluator
     from composer.models import ComposerModel
 
 __all__ = ['Task']
@@ -22,9 +22,11 @@ class Task:
         eval_dataloader (list[Evaluator]): One evaluator for each held-out split. An evaluator without an
             ``eval_interval`` follows the Trainer's.
         callbacks (list[Callback]): What the recipe itself reports; the user's callbacks come on top.
+        algorithms (list[Algorithm]): Composer's algorithms that belong to the recipe; the launcher adds ``DeepSpeed``.
     """
 
     model: ComposerModel
     train_dataloader: DataSpec
     eval_dataloader: list[Evaluator]
     callbacks: list[Callback] = field(default_factory=list)
+    algorithms: list[Algorithm] = field(default_factory=list)

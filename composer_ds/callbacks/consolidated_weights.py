@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from composer.utils import (
     parse_uri,
 )
 
+from composer_ds.announcements import announce_saved
 from composer_ds.checkpoint.export import Export
 from composer_ds.checkpoint.exported_weights import DTYPES
 from composer_ds.checkpoint.folder import tidy_up_folders
@@ -27,8 +27,6 @@ from composer_ds.checkpoint.uploading import UploadTarget
 from composer_ds.errors import ConfigError
 
 __all__ = ['ConsolidatedWeightsSaver']
-
-log = logging.getLogger(__name__)
 
 
 class ConsolidatedWeightsSaver(Callback):
@@ -85,6 +83,8 @@ class ConsolidatedWeightsSaver(Callback):
         self.overwrite = overwrite
         self.saved: list[str] = []
         """The exports of this run that remain, the newest last. Alike on all ranks."""
+        self.last_saved: str | None = None
+        """The newest export of this run."""
         self._saved_at = -1
         self._target: UploadTarget | None = None
 
@@ -166,9 +166,8 @@ class ConsolidatedWeightsSaver(Callback):
         self._saved_at = state.timestamp.batch.value
         if self._target is None:
             self._rotate(export.place)
-        if dist.get_global_rank() == 0:
-            size = f'{size_bytes:,} bytes of {self.dtype}'
-            log.info('Saved the weights to %s: %s in %.1f s', export.place, size, time.monotonic() - started)
+        self.last_saved = f'{export.place} (batch {self._saved_at}, weights in {self.dtype})'
+        announce_saved(f'the weights in {self.dtype},', export.place, self._saved_at, size_bytes, started)
         return export.place
 
     def _rotate(self, newest: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from composer.core import Event, State, Time
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist, format_name_with_dist, format_name_with_dist_and_time
 
-from composer_ds.announcements import announce
+from composer_ds.announcements import announce, announce_saved, describe_duration
 from composer_ds.errors import ConfigError
 from composer_ds.running import running_deepspeed
 from composer_ds.sharded.agreement import agreeing
@@ -28,8 +27,6 @@ from composer_ds.sharded.siblings import problems_of_name, recover, rotate
 from composer_ds.sharded.writing import Save
 
 __all__ = ['ShardedCheckpointSaver']
-
-log = logging.getLogger(__name__)
 
 # How long a rank waits for the slowest disk.
 _TIMEOUT = timedelta(hours=2)
@@ -104,6 +101,8 @@ class ShardedCheckpointSaver(Callback):
         self._group: Any = None
         self._store: RemoteFolder | None = None
         self._saved_at = -1
+        self.last_saved: str | None = None
+        """The newest complete checkpoint of this run."""
 
     @property
     def group(self) -> torch.distributed.ProcessGroup:
@@ -239,12 +238,14 @@ class ShardedCheckpointSaver(Callback):
         remote = self._remote(state)
         if self.asynchronous:
             self._thread = self._thread or ThreadPoolExecutor(1, 'sharded checkpoint')
-            self._writing = self._thread.submit(self._write, save, remote, started, stalled_sec)
+            self._writing = self._thread.submit(self._write, save, remote, self._saved_at, started, stalled_sec)
         else:
-            self._write(save, remote, started, None)
+            self._write(save, remote, self._saved_at, started, None)
         return save.folder
 
-    def _write(self, save: Save, remote: RemoteFolder | None, started: float, stalled_sec: float | None) -> None:
+    def _write(
+        self, save: Save, remote: RemoteFolder | None, batch: int, started: float, stalled_sec: float | None
+    ) -> None:
         save.write()
         if remote is not None:
             remote.upload(save)
@@ -252,9 +253,10 @@ class ShardedCheckpointSaver(Callback):
             rotate(save.folder, self.num_checkpoints_to_keep)
         # Ranks that leave while others still use the group would break it.
         torch.distributed.barrier(self.group)
-        if dist.get_global_rank() == 0:
-            stalled = '' if stalled_sec is None else f'; training waited {stalled_sec:.1f} s'
-            log.info('Saved %s in %.1f s%s', save.folder, time.monotonic() - started, stalled)
+        place = save.folder if remote is None else f'{remote.uri}/{save.folder.name}'
+        self.last_saved = f'{place} (batch {batch})'
+        stalled = '' if stalled_sec is None else f'; training waited {describe_duration(stalled_sec)}'
+        announce_saved('the sharded checkpoint', place, batch, save.size_bytes, started, stalled)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete.

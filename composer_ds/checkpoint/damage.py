@@ -12,19 +12,23 @@ import zipfile
 
 import torch
 
+from composer_ds.progress import BytesBar
+
 __all__ = ['damage', 'newest_complete']
 
 _ZIP = b'PK\x03\x04'
 _IS_FOLDER = 0x10
+_BLOCK_BYTES = 2**20
 # What torch wrote before 1.6: a pickle of its magic number, 0x1950A86A20F9469CFC6C. It holds no checksums.
 _BEFORE_TORCH_1_6 = b'\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.'
 
 
-def damage(path: str) -> str | None:
+def damage(path: str, bar: BytesBar | None = None) -> str | None:
     """Read a whole checkpoint file, and compare every record with its checksum.
 
     Args:
         path (str): The file, not compressed.
+        bar (BytesBar | None): To be told how far it is. Default: none.
 
     Returns:
         str | None: What is wrong, as the end of a sentence that the file's name begins; None for a file that is
@@ -59,11 +63,27 @@ def damage(path: str) -> str | None:
             ):
                 return 'is damaged: its list of records contradicts itself'
             # Nothing to compare with, after torch.serialization.set_crc32_options(False).
-            broken = archive.testzip() if any(record.CRC for record in records) else None
+            broken = _first_broken(archive, bar) if any(record.CRC for record in records) else None
     # A flipped bit in the list of records makes zipfile raise almost anything.
     except Exception as error:
         return f'cannot be read: {type(error).__name__}: {error}'
     return None if broken is None else f'is damaged: the record {broken!r} does not match its checksum'
+
+
+def _first_broken(archive: zipfile.ZipFile, bar: BytesBar | None) -> str | None:
+    """Do what ``ZipFile.testzip`` does, and tell how far it is."""
+    records = archive.infolist()
+    if bar is not None:
+        bar.begin(sum(record.file_size for record in records))
+    for record in records:
+        try:
+            with archive.open(record.filename) as file:
+                while block := file.read(_BLOCK_BYTES):
+                    if bar is not None:
+                        bar.advance(len(block))
+        except zipfile.BadZipFile:
+            return record.filename
+    return None
 
 
 def newest_complete(path: str) -> str | None:

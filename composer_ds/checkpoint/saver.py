@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint, create_symlink_file, dist, format_name_with_dist
 
+from composer_ds.announcements import announce_saved
 from composer_ds.checkpoint.atomic import discard, finish, leftovers
 from composer_ds.checkpoint.writing import save_checkpoint
 
@@ -29,9 +31,13 @@ class SafeCheckpointSaver(CheckpointSaver):
     ``tests/unit/test_checkpoint_saver.py``, which fails when they change.
     """
 
+    last_saved: str | None = None
+    """The newest checkpoint of this run, on rank 0."""
+
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         filename = self.filename.format(state, keep_placeholders=True)
         path = checkpoint.get_save_filename(state, filename)
+        started = time.monotonic()
         moves_latest = self.latest_filename is not None and self.num_checkpoints_to_keep != 0
         timestamps = dict(self.all_saved_checkpoints_to_timestamp)
         # Before the save: a checkpoint lists itself, too.
@@ -50,6 +56,12 @@ class SafeCheckpointSaver(CheckpointSaver):
         self.last_checkpoint_batch = state.timestamp.batch
         self.symlink_count += 1
         self.rank_saves_symlinks = saved_path is not None
+        if saved_path is not None:
+            batch, size_bytes = state.timestamp.batch.value, os.path.getsize(saved_path)
+            announce_saved('the checkpoint', saved_path, batch, size_bytes, started)
+            self.last_saved = f'{saved_path} (batch {batch})'
+            if self.remote_uploader is not None and self.remote_file_name is not None:
+                self.last_saved += f', uploaded as {self.remote_file_name.format(state).lstrip("/")}'
         if self.remote_file_name is not None:
             self._upload(state, logger, saved_path)
         if saved_path is not None:

@@ -21,11 +21,14 @@ from torch._utils import _rebuild_tensor_v2  # its name stands in every file tha
 
 from composer_ds.arrivals import in_turn
 from composer_ds.consolidation import PendingTensor
+from composer_ds.progress import BytesBar
 
 __all__ = ['write_stream']
 
 
-def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path: str) -> Exception | None:
+def write_stream(
+    state_dict: dict[str, Any], pending: list[PendingTensor], path: str, bar: BytesBar | None = None
+) -> Exception | None:
     """Write a state dict in which some tensors are yet to be put together.
 
     Collective: every rank calls it; rank 0 writes. An error with the file is returned and not raised, because the other
@@ -35,6 +38,7 @@ def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path:
         state_dict (dict[str, Any]): What to write; only that of rank 0 counts.
         pending (list[PendingTensor]): All tensors that may be in it, in an order that is alike on all ranks.
         path (str): The file.
+        bar (BytesBar | None): On rank 0, to be told how far it is. Default: none.
 
     Returns:
         Exception | None: What went wrong with the file, on rank 0.
@@ -56,6 +60,8 @@ def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path:
         for _ in arriving:
             pass
         return None
+    if bar is not None:
+        bar.begin(sum(_size_bytes(storage) for storage in pickler.records))
     try:
         with open(path, 'wb') as file:
             checked: Any = _File(file)
@@ -64,10 +70,14 @@ def write_stream(state_dict: dict[str, Any], pending: list[PendingTensor], path:
             writer.write_record('byteorder', sys.byteorder, len(sys.byteorder))
             for number, storage in enumerate(pickler.records):
                 whole: Any = next(arriving) if isinstance(storage, PendingTensor) else storage.cpu()
-                size_bytes = whole.nbytes if torch.is_tensor(whole) else whole.nbytes()
-                # By its address: a tensor may lie at the beginning of a longer storage, which is used again.
-                writer.write_record(f'data/{number}', whole.data_ptr(), size_bytes)
+                size_bytes = _size_bytes(storage)
+                if torch.is_tensor(whole):
+                    # It may lie at the beginning of a longer storage, which is used again.
+                    whole = (whole.clone() if whole.storage_offset() else whole).untyped_storage()
+                writer.write_record(f'data/{number}', whole, size_bytes)
                 checked.check()
+                if bar is not None:
+                    bar.advance(size_bytes)
             writer.write_end_of_file()
             checked.check()
     except Exception as error:
@@ -167,6 +177,12 @@ class _Reference:
     def __init__(self, pending: PendingTensor):
         self.pending = pending
         self.numel = pending.shape.numel()
+
+
+def _size_bytes(storage: PendingTensor | torch.UntypedStorage) -> int:
+    if isinstance(storage, PendingTensor):
+        return storage.shape.numel() * storage.dtype.itemsize
+    return storage.nbytes()
 
 
 def _storage_class(dtype: torch.dtype) -> Any:

@@ -21,8 +21,9 @@ from composer.utils import checkpoint, dist
 from composer_ds.checkpoint.damage import damage, newest_complete
 from composer_ds.checkpoint.verdict import agree, refuse
 from composer_ds.errors import CheckpointError
+from composer_ds.progress import bar_if_long
 
-__all__ = ['validate', 'verify_loads']
+__all__ = ['take_loaded_path', 'validate', 'verify_loads']
 
 _VARIABLE = 'CHECKPOINT_VALIDATION_FUNCTION'
 _OURS = f'{__name__}.validate'
@@ -37,12 +38,14 @@ class _OpenTrainer:
         token (str): Alike on every rank, and not used before.
         users_function (str | None): What the variable named before.
         loads (int): How many loads were begun.
+        loaded_path (str | None): The last checkpoint that was found complete, as the user knows it.
     """
 
     state: weakref.ref[State]
     token: str
     users_function: str | None
     loads: int = 0
+    loaded_path: str | None = None
 
 
 _open: list[_OpenTrainer] = []
@@ -79,6 +82,22 @@ def verify_loads(state: State) -> Callable[[], None]:
     return undo
 
 
+def take_loaded_path(state: State) -> str | None:
+    """Tell once which checkpoint Composer has loaded.
+
+    Args:
+        state (State): Composer's state.
+
+    Returns:
+        str | None: As the user knows it; None when there was none since the last call, or not on this rank.
+    """
+    for trainer in _open:
+        if trainer.state() is state:
+            path, trainer.loaded_path = trainer.loaded_path, None
+            return path
+    return None
+
+
 def validate(path: Any, specs: list[tuple[int, int]] | None = None) -> bool:
     """Check a checkpoint. Called by Composer, before it loads one, on every rank that loads.
 
@@ -101,7 +120,10 @@ def validate(path: Any, specs: list[tuple[int, int]] | None = None) -> bool:
     name = _name(str(path), given_path)
 
     def check(reads: bool) -> str | None:
-        finding = damage(str(path)) if reads else None
+        finding = None
+        if reads:
+            with bar_if_long(f'Checking {name}') as bar:
+                finding = damage(str(path), bar)
         if finding is None and users_function is not None and not _call(users_function, path, None):
             finding = f'was refused by {users_function}, which {_VARIABLE} named'
         return None if finding is None else f'The checkpoint {name} {finding}. {_advice(str(path))}'
@@ -119,6 +141,8 @@ def validate(path: Any, specs: list[tuple[int, int]] | None = None) -> bool:
         finding = agree(key, lambda: check(dist.get_local_rank() == 0), f'The checkpoint {name}')
     if finding is not None:
         raise CheckpointError(finding)
+    if trainer is not None:
+        trainer.loaded_path = name
     return True
 
 

@@ -17,6 +17,7 @@ from composer_ds.checkpoint.stream import write_stream
 from composer_ds.consolidation import PendingTensor, PendingTensorRead, consolidating_later
 from composer_ds.errors import CheckpointError
 from composer_ds.faces import ModelFace
+from composer_ds.progress import bar_if_long
 
 __all__ = ['save_checkpoint']
 
@@ -57,7 +58,8 @@ def save_checkpoint(
             collection = _collect(state, path, weights_only, ignore_keys)
             if collection is not None:
                 os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-                error = write_stream(*collection, temporary_path(path))
+                with bar_if_long(f'Saving {path}') as bar:
+                    error = write_stream(*collection, temporary_path(path), bar)
             else:
                 checkpoint.save_checkpoint(
                     state, temporary_path(path), weights_only=weights_only, ignore_keys=collected.ignore_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from composer_ds.errors import ConfigError
@@ -14,8 +15,31 @@ from composer_ds.launch.task import Task
 if TYPE_CHECKING:
     import torch
     from composer.core import Algorithm
+    from pydantic import BaseModel
 
-__all__ = ['make', 'make_algorithms', 'make_optimizer', 'require_samples']
+__all__ = ['construction', 'make', 'make_algorithms', 'make_optimizer', 'require_samples']
+
+
+def construction(
+    model: BaseModel, deepspeed: DeepSpeedConfig | None, device: str | None
+) -> AbstractContextManager[None]:
+    """Says in which context a recipe builds its model and the launcher its optimizer.
+
+    Args:
+        model (BaseModel): The recipe's ``ModelConfig``. Where it has a field ``partitioned_init`` that is true, the
+            model is built already partitioned, if the run partitions weights at all.
+        deepspeed (DeepSpeedConfig | None): The section; ``None`` is plain Composer, where ranks hold whole weights.
+        device (str | None): As for the Trainer.
+
+    Returns:
+        AbstractContextManager[None]: Collective where it partitions: every rank enters and leaves it.
+    """
+    if deepspeed is None or not getattr(model, 'partitioned_init', False):
+        return nullcontext()
+    from composer_ds import partitioned_init
+
+    settings = ('zero_stage', 'offload_optimizer', 'offload_param', 'ds_config')
+    return partitioned_init(**deepspeed.model_dump(include={*settings}, exclude_unset=True), device=device)
 
 
 def make(choice: Choice, **fixed: Any) -> Any:

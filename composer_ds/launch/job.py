@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_ds.errors import ConfigError
-from composer_ds.launch.build import make, make_algorithms, make_optimizer, require_samples
+from composer_ds.launch.build import construction, make, make_algorithms, make_optimizer, require_samples
 from composer_ds.launch.check import RunConfig
 
 __all__ = ['run_job']
@@ -42,9 +42,11 @@ def run_job(config: RunConfig) -> None:
     scheduler = make(config.scheduler) if config.scheduler else None
     callbacks = [make(choice) for choice in config.callbacks]
     loggers = [make(choice) for choice in config.loggers]
-    task = config.recipe.build(config.model, config.data)
-    require_samples(task, dist.get_world_size())
-    optimizer = make_optimizer(config.optimizer, task.model)
+    # The optimizer, too: after the construction the shapes that its parameter groups go by are gone.
+    with construction(config.model, config.deepspeed, config.train.device):
+        task = config.recipe.build(config.model, config.data)
+        require_samples(task, dist.get_world_size())
+        optimizer = make_optimizer(config.optimizer, task.model)
 
     with _refusals_of_composer():
         trainer = Trainer(
@@ -53,7 +55,7 @@ def run_job(config: RunConfig) -> None:
             eval_dataloader=task.eval_dataloader,
             optimizers=optimizer,
             schedulers=scheduler,
-            algorithms=algorithms,
+            algorithms=[*getattr(task, 'algorithms', ()), *algorithms],
             callbacks=[*task.callbacks, *callbacks],
             loggers=loggers,
             run_name=config.layout.run_name,

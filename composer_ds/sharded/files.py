@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,17 @@ class ChecksumWriter(FileSystemWriter):
 
     Args:
         folder (Path): Where to write.
+        tell (Callable[[int], None]): Called with the number of bytes that were written since. Default: does nothing.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, tell: Callable[[int], None] = lambda _: None):
         super().__init__(folder, overwrite=True)
-        self.fs = self.checksums = _ChecksumFileSystem()
+        self.fs = self.checksums = _ChecksumFileSystem(tell)
 
 
 class _ChecksumFileSystem(FileSystem):
-    def __init__(self):
+    def __init__(self, tell: Callable[[int], None]):
+        self._tell = tell
         self.files: dict[str, FileEntry] = {}
 
     @contextlib.contextmanager
@@ -49,7 +51,7 @@ class _ChecksumFileSystem(FileSystem):
             if 'w' not in mode:
                 yield stream
                 return
-            checked = _ChecksumStream(stream)
+            checked = _ChecksumStream(stream, self._tell)
             yield checked
             name = Path(path).name.removesuffix('.tmp')  # DCP renames its .metadata.tmp
             self.files[name] = FileEntry(size_bytes=checked.size_bytes, crc32=checked.crc32)
@@ -58,15 +60,18 @@ class _ChecksumFileSystem(FileSystem):
 class _ChecksumStream:
     """A file that is written from beginning to end."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, tell: Callable[[int], None]):
         self._stream = stream
+        self._tell = tell
         self.size_bytes = 0
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         self.size_bytes += memoryview(data).nbytes
-        return self._stream.write(data)
+        written = self._stream.write(data)
+        self._tell(memoryview(data).nbytes)
+        return written
 
     def seekable(self) -> bool:
         return False  # so nobody goes back

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +16,21 @@ from composer.loggers import Logger
 from composer.utils import ensure_tuple
 from composer.utils.dist import get_local_rank
 
-from composer_ds.announcements import announce
+from composer_ds.announcements import announce, describe_duration, describe_optimizer_steps, describe_saved_by
 from composer_ds.checkpoint.source import CheckpointSource
 from composer_ds.checkpoint.sources import open_source
+from composer_ds.checkpoint.verification import take_loaded_path
 from composer_ds.deepspeed_format import DeepSpeedSource
 from composer_ds.errors import CheckpointError
 from composer_ds.faces import OptimizerFace
 from composer_ds.frozen import write_frozen
 from composer_ds.partitions import Fragment, full_shape
+from composer_ds.progress import bar_if_long
 from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.choice import LoadSharded, chosen_path
 from composer_ds.sharded.contents import named_tensors
 from composer_ds.sharded.fit import names_in_checkpoint, problems_of_optimizer
+from composer_ds.sharded.reading_bar import reading_bar
 from composer_ds.sharded.source import ShardedSource
 from composer_ds.trainer_frame import restore_random_numbers
 
@@ -65,17 +69,27 @@ def load_sharded(wanted: LoadSharded, state: State, logger: Logger) -> None:
         others = source.rest['others'] if isinstance(source, ShardedSource) else {}
         named = {name: value for name, value in named_tensors(state.model).items() if name not in others}
         names = names_in_checkpoint(source, named, wanted.strict)
-    _load_weights(source, names, state)
-    if others:
-        state.model.load_state_dict(others, strict=False)
-    if not wanted.weights_only:
-        optimizer: Any = ensure_tuple(state.optimizers)[0]
-        _load_optimizer(source, names, optimizer, path)
+    with reading_bar(source, names, state, with_optimizer=not wanted.weights_only):
+        _load_weights(source, names, state)
+        if others:
+            state.model.load_state_dict(others, strict=False)
+        if not wanted.weights_only:
+            optimizer: Any = ensure_tuple(state.optimizers)[0]
+            _load_optimizer(source, names, optimizer, path)
     if isinstance(source, ShardedSource) and not wanted.weights_only:
         _load_rest(source, state, logger, wanted)
-    what = 'weights' if wanted.weights_only else 'training state'
-    of = f'batch {source.facts["batch"]}' if 'batch' in source.facts else source.format
-    announce(f'Loaded the {what} of {path} ({of}) in {time.monotonic() - started:.1f} s.')
+    take_loaded_path(state)  # What Composer has loaded before is of no account now.
+    beginning = f'Loaded the weights of {path}' if wanted.weights_only else f'Resumed from {path}'
+    announce(f'{beginning}: {_origin_of(source)}; loaded in {describe_duration(time.monotonic() - started)}.')
+
+
+def _origin_of(source: CheckpointSource) -> str:
+    """Write out where the run was that saved a checkpoint, and how it ran."""
+    facts = source.facts
+    if not isinstance(source, ShardedSource):
+        return f'{source.format}, batch {facts["batch"]}' if 'batch' in facts else source.format
+    counts = describe_optimizer_steps(**{'applied': 0, 'skipped': 0, **facts['optimizer steps']})
+    return f'batch {facts["batch"]}, {counts}; saved {describe_saved_by(facts["ZeRO stage"], facts["world size"])}'
 
 
 @contextmanager
@@ -102,7 +116,10 @@ def _check_files(source: CheckpointSource, path: str, verify: bool) -> None:
         if verify:
             if isinstance(source, ShardedSource):
                 files = list(source.manifest.files)[dist.get_rank() :: dist.get_world_size()]
-                damaged = [f'{name} {found}' for name in files if (found := source.damage_of(name)) is not None]
+                with bar_if_long(f'Checking {path}') as bar:
+                    bar.begin(sum(source.manifest.files[name].size_bytes for name in files))
+                    found = {name: source.damage_of(name, bar.advance) for name in files}
+                damaged = [f'{name} {what}' for name, what in found.items() if what is not None]
             else:
                 damaged = source.damaged() if get_local_rank() == 0 else []
             if damaged:
@@ -161,9 +178,10 @@ def _load_optimizer(source: Any, names: Mapping[str, str], optimizer: OptimizerF
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != 'params'})
 
 
-def _read_state(source: CheckpointSource, stored: str, fragment: Fragment) -> dict[str, torch.Tensor]:
+def _read_state(source: CheckpointSource, stored: str, fragment: Fragment) -> dict[str, Callable[[], torch.Tensor]]:
+    # Read one after the other, when there is a place for it.
     keys = source.tensors[stored].state
-    return {key: source.read(stored, fragment.start, fragment.numel, key) for key in keys}
+    return {key: functools.partial(source.read, stored, fragment.start, fragment.numel, key) for key in keys}
 
 
 def _stored_names(group: dict[str, Any], names: Mapping[str, str], optimizer: OptimizerFace) -> list[str]:

@@ -60,7 +60,12 @@ class RunTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Hand out the run, to be written or loaded into. Called by DCP."""
-        return self.run
+        if self.run.is_cuda or self.run.untyped_storage().nbytes() == self.run.nbytes:
+            return self.run
+        # DCP (torch 2.7) clones a part of a longer storage, and keeps the clones of all runs until the file is written.
+        # Through numpy the part gets a storage of its own, in the same memory.
+        as_bytes = torch.from_numpy(self.run.detach().view(torch.uint8).numpy())
+        return as_bytes.view(self.run.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

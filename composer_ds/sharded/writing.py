@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from composer_ds.checkpoint.stream import write_stream
 from composer_ds.errors import CheckpointError
+from composer_ds.progress import bar_if_long
 from composer_ds.running import running_deepspeed
 from composer_ds.sharded.agreement import agreeing, cause_of
 from composer_ds.sharded.contents import Contents, collect
@@ -97,13 +98,16 @@ class Save:
             CheckpointError: On every rank, when one could not do its part.
         """
         with self._agreeing():
-            writer = ChecksumWriter(self.temporary)
-            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            save(dict(self._contents.shards), storage_writer=writer, planner=planner, process_group=self.group)
+            with bar_if_long(f'Saving {self.folder}') as bar:
+                bar.begin(sum(shard.run.nbytes for shard in self._contents.shards.values()))
+                writer = ChecksumWriter(self.temporary, bar.advance)
+                planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                save(dict(self._contents.shards), storage_writer=writer, planner=planner, process_group=self.group)
             self.files |= writer.checksums.files
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, self.files, group=self.group)
         files = {name: entry for one in everyones for name, entry in one.items()}
+        self.size_bytes = sum(entry.size_bytes for entry in files.values())
         manifest = self._manifest.model_copy(update={'files': dict(sorted(files.items()))})
         self._share_small_files()
         with self._agreeing():

@@ -18,7 +18,7 @@ from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer_ds import DeepSpeed
+from composer_ds import DeepSpeed, ShardedCheckpointSaver
 from composer_ds.checkpoint.writing import save_checkpoint
 
 
@@ -56,7 +56,9 @@ def _memory_bytes(field: str) -> int:
     raise AssertionError(field)
 
 
-def _trainer(strategy: dict[str, Any] | None, layers: int, width: int, **arguments: Any) -> Trainer:
+def _trainer(
+    strategy: dict[str, Any] | None, layers: int, width: int, load_sharded: str | None = None, **arguments: Any
+) -> Trainer:
     torch.manual_seed(1)
     model = Wide(layers, width)
     generator = torch.Generator().manual_seed(2)
@@ -67,7 +69,7 @@ def _trainer(strategy: dict[str, Any] | None, layers: int, width: int, **argumen
         train_dataloader=DataLoader(dataset, batch_size=2, sampler=dist.get_sampler(dataset, shuffle=False)),
         max_duration='4ba',
         device='cpu',
-        algorithms=[] if strategy is None else [DeepSpeed(**copy.deepcopy(strategy))],
+        algorithms=[] if strategy is None else [DeepSpeed(**copy.deepcopy(strategy), load_sharded=load_sharded)],
         progress_bar=False,
         **arguments,
     )
@@ -127,6 +129,34 @@ def load(strategy: dict[str, Any] | None, path: str, layers: int, width: int) ->
     del trainer
     with Peak() as loaded:
         trainer = _trainer(strategy, layers, width, load_path=path)
+    assert trainer.state.timestamp.batch == 1
+    trainer.close()
+    return {'peak_bytes': loaded.bytes, 'built_bytes': built.bytes}
+
+
+def save_sharded(strategy: dict[str, Any], folder: str, layers: int, width: int) -> dict[str, float]:
+    """Train a batch and save it in shards.
+
+    Returns:
+        dict[str, float]: ``peak_bytes`` on this rank, and ``file_bytes`` of all shards.
+    """
+    trainer = _trainer(strategy, layers, width)
+    trainer.fit(duration='1ba')
+    saver = ShardedCheckpointSaver(folder, filename='ba{batch}')
+    with Peak() as peak:
+        path = saver.save(trainer.state)
+    trainer.close()
+    return {'peak_bytes': peak.bytes, 'file_bytes': sum(one.stat().st_size for one in path.glob('*.distcp'))}
+
+
+def load_sharded(strategy: dict[str, Any], folder: str, layers: int, width: int) -> dict[str, float]:
+    """Build a Trainer that loads a sharded checkpoint; the values are those of :func:`load`."""
+    with Peak() as built:
+        trainer = _trainer(strategy, layers, width)
+    trainer.close()
+    del trainer
+    with Peak() as loaded:
+        trainer = _trainer(strategy, layers, width, load_sharded=f'{folder}/ba1')
     assert trainer.state.timestamp.batch == 1
     trainer.close()
     return {'peak_bytes': loaded.bytes, 'built_bytes': built.bytes}

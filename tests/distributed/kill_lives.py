@@ -57,6 +57,9 @@ class Diary(Callback):
         if dist.get_global_rank() == 0:
             os.write(self.file, f'{line}\n'.encode())
 
+    def before_load(self, state, logger):
+        self._write('built 0')
+
     def batch_start(self, state, logger):
         self._write(f'saved {int(state.timestamp.batch)}')
 
@@ -144,6 +147,11 @@ def read(diary: pathlib.Path) -> tuple[dict[int, float], int]:
     return losses, saved
 
 
+def has_built(diary: pathlib.Path) -> bool:
+    """Whether the engine of a life stands, and so whether it may be killed."""
+    return diary.exists() and diary.read_text().startswith('built')
+
+
 def newest_complete(folder: pathlib.Path) -> int:
     """The number of batches in the newest file that is whole; 0 without one. Every file must be."""
     batches = [0]
@@ -167,15 +175,14 @@ def chain(folder: pathlib.Path, world_size: int, kills: int, oracle: dict[int, f
         if last:
             assert end(pids, kill=False) == [0] * world_size, log.read_text()
         else:
-            # One in six is killed while it builds the Trainer or loads, the others after a save or some.
-            if generator.random() < 1 / 6:
-                time.sleep(generator.uniform(0.0, 1.0))
-            else:
-                while not read(diary)[0]:
-                    alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in pids]
-                    assert all(alive) and time.monotonic() - started < LIFE_LIMIT_SEC, log.read_text()
-                    time.sleep(0.002)
-                time.sleep(generator.uniform(0.0, 0.3))
+            # One in six is killed while it loads or begins to train, the others after a save or some. None earlier:
+            # who is killed while torch opens a compiled extension leaves a lock, for which all others wait forever.
+            early = generator.random() < 1 / 6
+            while not (read(diary)[0] or (early and has_built(diary))):
+                alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in pids]
+                assert all(alive) and time.monotonic() - started < LIFE_LIMIT_SEC, log.read_text()
+                time.sleep(0.002)
+            time.sleep(generator.uniform(0.0, 0.3))
             codes = end(pids, kill=True)
             assert codes == [-signal.SIGKILL] * world_size, (life, codes, log.read_text())
             counts['kills'] += 1

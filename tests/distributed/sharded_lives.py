@@ -26,7 +26,7 @@ from composer_ds import DeepSpeed
 from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
 from composer_ds.sharded.manifest import MANIFEST
 from composer_ds.sharded.source import ShardedSource
-from tests.distributed.kill_lives import LIFE_LIMIT_SEC, Diary, Wide, fork_ranks, read
+from tests.distributed.kill_lives import LIFE_LIMIT_SEC, Diary, Wide, fork_ranks, has_built, read
 
 BATCHES, BATCHES_PER_EPOCH = 30, 11
 SURVIVORS_LIMIT_SEC = 30.0
@@ -129,13 +129,11 @@ def one_life(
     pids = fork_ranks(world_size, log, live, folder, name, number % 3 + 1, asynchronous, folder / 'saves')
     started = time.monotonic()
     if not is_last:
-        if generator.random() < 1 / 8:
-            time.sleep(generator.uniform(0.0, 2.0))
-        else:
-            while not read(diary)[0]:
-                assert time.monotonic() - started < LIFE_LIMIT_SEC and not log_of_the_dead(pids), log.read_text()
-                time.sleep(0.002)
-            time.sleep(generator.uniform(0.0, 0.4))
+        early = generator.random() < 1 / 8  # while it loads, or begins to train
+        while not (read(diary)[0] or (early and has_built(diary))):
+            assert time.monotonic() - started < LIFE_LIMIT_SEC and not one_is_dead(pids), log.read_text()
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0.0, 0.4))
         victims = pids if generator.random() < 0.5 else [generator.choice(pids)]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -160,7 +158,7 @@ def one_life(
     return losses, saved, not finished
 
 
-def log_of_the_dead(pids: list[int]) -> bool:
+def one_is_dead(pids: list[int]) -> bool:
     """Whether a process has ended; it is not waited for."""
     return any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None for pid in pids)
 

@@ -33,3 +33,17 @@ def test_loading_holds_the_file_and_this_ranks_partition(two_ranks, tmp_path):
     for found in two_ranks.run(saving_cases.load, STRATEGIES['zero2'], path, LAYERS, WIDTH):
         # What Composer has read, and this rank's half of the moments, which did not exist before.
         assert found['peak_bytes'] < found['built_bytes'] + STATE_BYTES + STATE_BYTES / 3 + SLACK_BYTES
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'zero3'])
+def test_no_rank_holds_more_than_its_partitions_of_a_sharded_checkpoint(two_ranks, tmp_path, strategy: str):
+    arguments = (STRATEGIES[strategy], str(tmp_path), LAYERS, WIDTH)
+    for found in two_ranks.run(saving_cases.save_sharded, *arguments):
+        assert found['file_bytes'] > STATE_BYTES
+        assert found['peak_bytes'] < SLACK_BYTES + LARGEST_BYTES
+    for found in two_ranks.run(saving_cases.load_sharded, *arguments):
+        # This rank's half of the moments, which did not exist before. What building alone takes varies, as memory is
+        # used again or not.
+        limit_bytes = found['built_bytes'] + STATE_BYTES / 3 + 2 * SLACK_BYTES
+        assert limit_bytes < found['built_bytes'] + STATE_BYTES, 'or else the test could not fail'
+        assert found['peak_bytes'] < limit_bytes
