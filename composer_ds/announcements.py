@@ -55,6 +55,9 @@ def beside_bars() -> Iterator[None]:
     # tqdm's lock is not held in between: a handler of logging may want it while another thread waits for the handler.
     with tqdm.get_lock():
         writing.__enter__()
+    if sys.stderr.isatty():
+        # Composer's bar of an epoch that has ended stands on this line, and tqdm leaves its last letter.
+        print(end='\r\x1b[2K', file=sys.stderr, flush=True)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a ``fit``: optimizer steps in Composer's bar where they are not batches; a summary."""
+"""What the terminal shows of a ``fit``: a bar of optimizer steps where they are not batches, and a summary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from composer import Callback
 from composer.core import State, Time, Timestamp, TimeUnit
 from composer.loggers import Logger, ProgressBarLogger
+from tqdm import tqdm
 
 from composer_ds.announcements import announce, block, describe_duration
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ['Console', 'optimizer_steps_to_come']
 
-_IN_BAR = 'optimizer steps'
+# As wide as the beginning of Composer's bar, when the duration is in batches.
+_BAR = f'{"optimizer steps":29} ' + '{percentage:3.0f}%|{bar:25}| {n_fmt}/{total_fmt}{postfix}'
+_BAR_WITHOUT_END = f'{"optimizer steps":29} ' + '{n_fmt}{postfix}'
 
 
 class Console(Callback):
@@ -33,7 +36,8 @@ class Console(Callback):
         self._steps = steps
         self._window = window
         self._planned: int | None = None
-        self._bars: list[ProgressBarLogger] = []
+        self._bar: tqdm | None = None
+        self._composers_bar: ProgressBarLogger | None = None
         self._began = time.monotonic()
         self._before = 0, 0
         self._time_before = Timestamp()
@@ -47,23 +51,30 @@ class Console(Callback):
         """
         to_come = optimizer_steps_to_come(state, self._window.size)
         self._planned = None if to_come is None else self._steps.attempted + to_come
-        self._bars = [one for one in state.callbacks if isinstance(one, ProgressBarLogger)]
+        bars = [one for one in state.callbacks if isinstance(one, ProgressBarLogger) and one.show_pbar]
+        self._composers_bar = bars[0] if bars else None
         self._began = time.monotonic()
         self._before = self._steps.applied, self._steps.skipped
         self._time_before = state.timestamp.copy()
 
     def after_optimizer_step(self) -> None:
-        """Bring the counts into Composer's bar, where batches do not say it all. Called after each optimizer step."""
+        """Show the counts below Composer's bar, where batches do not say it all. Called after each optimizer step."""
         steps = self._steps
-        if self._window.size == 1 and not steps.skipped:
+        if self._composers_bar is None or (self._window.size == 1 and not steps.skipped):
             return
-        planned = '' if self._planned is None else f'/{self._planned}'
-        skipped = f' ({steps.skipped} skipped)' if steps.skipped else ''
-        for bar in self._bars:
-            if bar.train_pbar is not None:
-                # Composer (0.32) shows what stands there whenever it draws the bar; tests/distributed/test_console.py.
-                bar.train_pbar.metrics[_IN_BAR] = f'{steps.applied}{planned}{skipped}'
-                bar.train_pbar.pbar.set_postfix(bar.train_pbar.metrics, refresh=False)
+        stream = self._composers_bar.stream
+        if self._bar is None and stream.isatty():  # a log file has the summary
+            self._bar = tqdm(
+                total=self._planned,
+                position=2,  # Composer has 0 and 1
+                bar_format=_BAR if self._planned else _BAR_WITHOUT_END,
+                file=stream,
+                dynamic_ncols=True,
+                leave=False,
+            )
+        if self._bar is not None:
+            self._bar.set_postfix_str(f'{steps.skipped} skipped' if steps.skipped else '', refresh=False)
+            self._bar.update(steps.applied - self._bar.n)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Sum up. Called by Composer, on every rank; rank 0 speaks.
@@ -72,6 +83,7 @@ class Console(Callback):
             state (State): Composer's state.
             logger (Logger): Composer's logger.
         """
+        self._close_bar()
         now, before = state.timestamp, self._time_before
         applied, skipped = self._steps.applied - self._before[0], self._steps.skipped - self._before[1]
         samples = now.sample.value - before.sample.value
@@ -93,6 +105,21 @@ class Console(Callback):
             if (saved := getattr(callback, 'last_saved', None)) is not None:
                 lines.append(('saved', saved))
         announce(block('DeepSpeed, training ended', lines))
+
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Take the bar away, also of a ``fit`` that failed. Called by Composer when the Trainer is closed.
+
+        Args:
+            state (State): Composer's state.
+            logger (Logger): Composer's logger.
+        """
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
 
 def optimizer_steps_to_come(state: State, batches_per_optimizer_step: int) -> int | None:

@@ -89,9 +89,10 @@ class OptimizerSteps:
             # DeepSpeed itself says nothing in bf16 and fp32, and a run whose gradients are NaN looks alive.
             with beside_bars():
                 log.warning(
-                    'Optimizer step %d skipped: a gradient is infinite or NaN. The weights are unchanged. '
+                    'Optimizer step %d skipped%s: a gradient is infinite or NaN. The weights are unchanged. '
                     '(%d of %d skipped so far, %d in a row)',
                     self.attempted,
+                    '' if self.loss_scale == 1.0 else f' at loss scale {self.loss_scale:g}',
                     self.skipped,
                     self.attempted,
                     self.consecutive_skipped,

@@ -34,6 +34,8 @@ _NOISE = re.compile(
     r'|No modifications detected for re-loaded extension module '
 )
 _EXTENSION = 'deepspeed_shm_comm'
+# Warnings about what ownership.py has settled, and what the clock says with more facts.
+_SETTLED = ('untested optimizer', 'OVERFLOW!')
 _said: set[str] = set()
 
 
@@ -45,7 +47,6 @@ def quieten_logger(ds_config: Mapping[str, Any]) -> None:
     """
     logger = logging.getLogger('DeepSpeed')  # the same object before and after deepspeed is imported
     logger.setLevel(os.environ.get(_VARIABLE, 'WARNING').upper())
-    logger.addFilter(_is_unsettled)
     logger.removeFilter(_is_progress)
     if 'steps_per_print' in ds_config and 'log_level' not in ds_config and logger.level > logging.INFO:
         logger.setLevel(logging.INFO)
@@ -84,7 +85,9 @@ def _without_noise() -> Iterator[None]:
     if os.environ.get(_VARIABLE) is not None:
         yield
         return
-    with contextlib.redirect_stdout(_WithoutNoise(sys.stdout)), contextlib.redirect_stderr(_WithoutNoise(sys.stderr)):
+    out: Any = _WithoutNoise(sys.stdout)
+    err: Any = _WithoutNoise(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
 
 
@@ -123,21 +126,18 @@ def _is_compiled() -> bool:
     return any(next(folder.glob(pattern), None) for pattern in (library, f'*/{library}'))
 
 
-def _is_unsettled(record: logging.LogRecord) -> bool:
-    """Whether a line is about something that ownership.py has not settled."""
-    return 'untested optimizer' not in record.getMessage()
-
-
 def _is_progress(record: logging.LogRecord) -> bool:
     """Whether a line is what ``steps_per_print`` asks for, or a warning."""
     return record.levelno >= logging.WARNING or 'step=' in record.getMessage()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line is an error, or is said for the first time, by rank 0."""
+    """Whether a line is an error, or is said for the first time, by rank 0, and by nobody else."""
     if record.levelno >= logging.ERROR:
         return True
     message = record.getMessage()
+    if any(settled in message for settled in _SETTLED):
+        return False
     if dist.get_global_rank() != 0 or message in _said:
         return False
     _said.add(message)

@@ -11,12 +11,7 @@ from composer.utils import dist
 
 from composer_ds.ownership import Plan
 
-__all__ = ['ENVIRONMENT', 'PLAN', 'environment_record', 'plan_record']
-
-PLAN = 'deepspeed_plan'
-"""The key of the plan among a run's hyperparameters. ``deepspeed`` is the section of the YAML there: what was asked."""
-ENVIRONMENT = 'deepspeed_environment'
-"""The key of versions, ranks and devices."""
+__all__ = ['environment_record', 'plan_record']
 
 _PACKAGES = ('composer-ds', 'mosaicml', 'deepspeed', 'torch', 'wandb')
 

@@ -34,8 +34,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if done.returncode != 0 and not done.stdout:
         reason = (done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]
         raise EnvironmentProblem(
-            f'{path} cannot be read: `wandb leet inspect` says: {reason}. It takes wandb 0.31 or newer, and a file that '
-            'wandb has written.'
+            f'{path} cannot be read: `wandb leet inspect` says: {reason}. It takes wandb 0.31 or newer, and a '
+            'file that wandb has written.'
         )
     for line in done.stdout.splitlines():
         try:

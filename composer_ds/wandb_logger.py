@@ -13,12 +13,14 @@ from composer.utils import dist
 
 from composer_ds.announcements import announce
 from composer_ds.errors import EnvironmentProblem
-from composer_ds.wandb_artifacts import CheckpointReferences
+from composer_ds.plan_keys import ENVIRONMENT, PLAN
 from composer_ds.wandb_files import last_step, lives_of_run
 
 if TYPE_CHECKING:
     from composer.core import State
     from composer.loggers import Logger
+
+    from composer_ds.wandb_artifacts import CheckpointReferences
 
 __all__ = ['WandBLogger']
 
@@ -49,8 +51,8 @@ class WandBLogger(composer.loggers.WandBLogger):
         tags (list[str] | None): Of the W&B run. Default: None.
         log_artifacts (bool): Upload whatever Composer uploads. Default: False.
         rank_zero_only (bool): One run for the job; False makes one for each rank, which are not resumed. Default: True.
-        init_kwargs (dict[str, Any] | None): For ``wandb.init``. ``id`` names the run to be continued, ``resume='never'``
-            begins a new one. Default: None.
+        init_kwargs (dict[str, Any] | None): For ``wandb.init``. ``id`` names the run to be continued,
+            ``resume='never'`` begins a new one. Default: None.
         reference_checkpoints (bool): Log each checkpoint as an artifact that says where it is; nothing is uploaded.
             Default: False.
     """
@@ -145,6 +147,8 @@ class WandBLogger(composer.loggers.WandBLogger):
             self._find_first_step(state)
         self._describe(state)
         if self.reference_checkpoints:
+            from composer_ds.wandb_artifacts import CheckpointReferences
+
             self._references = CheckpointReferences(state)
         for call in self._waiting:
             call()
@@ -183,7 +187,7 @@ class WandBLogger(composer.loggers.WandBLogger):
         # These take seconds to import.
         from composer_ds.algorithm import DeepSpeed
         from composer_ds.callbacks.monitor import Monitor
-        from composer_ds.plan_record import ENVIRONMENT, PLAN, environment_record, plan_record
+        from composer_ds.plan_record import environment_record, plan_record
 
         if any(isinstance(callback, Monitor) for callback in state.callbacks):
             self._run.define_metric(_APPLIED)

@@ -153,7 +153,12 @@ def _network_and_tokenizer(model: ModelConfig, *, keep_stress: bool) -> tuple[Pr
     """Loads pretrained weights, or draws random ones without touching the global random state."""
     if model.pretrained is not None:
         written = model.model_dump(include={'dropout_rate'}, exclude_unset=True)
-        loaded = load_pretrained(MT5ForConditionalGeneration, model.pretrained, **written)
+        loaded = load_pretrained(
+            MT5ForConditionalGeneration,
+            model.pretrained,
+            alternative='leave model.pretrained out to train the small model from random weights',
+            **written,
+        )
         ignored = [f'model.{name}' for name in sorted(_SIZES & model.model_fields_set)]
         if ignored and dist.get_global_rank() == 0:
             log.warning(f'The weights of {model.pretrained} bring their own sizes: {", ".join(ignored)} not used.')

@@ -15,9 +15,12 @@ __all__ = ['load_pretrained']
 
 _PROBE_TIMEOUT_SEC = 10.0
 
+# transformers 5 has no public name for what its AutoModelFor... classes have in common.
+ModelClass = Any
+
 
 def load_pretrained(
-    model_class: type[PreTrainedModel], name: str, **config: Any
+    model_class: ModelClass, name: str, *, alternative: str = '', **config: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer from a local folder, from the hub's cache on this machine, or from the hub.
 
@@ -26,8 +29,10 @@ def load_pretrained(
     group should be downloaded beforehand.
 
     Args:
-        model_class (type[PreTrainedModel]): Class with ``from_pretrained``.
+        model_class (ModelClass): Class with ``from_pretrained``: of one kind of model, or an ``AutoModelFor...``.
         name (str): ``model.pretrained``: a folder, or the name of a repository on the hub.
+        alternative (str): What else can be done when the hub cannot be reached, as the end of the sentence 'Copy the
+            files here; or ...'.
         **config (Any): Settings of the model's configuration to replace.
 
     Returns:
@@ -36,7 +41,7 @@ def load_pretrained(
     Raises:
         ConfigError: On every rank, when one node cannot get the files.
     """
-    found = _fetch(model_class, name, config) if dist.get_local_rank() == 0 else None
+    found = _fetch(model_class, name, config, alternative) if dist.get_local_rank() == 0 else None
     problems = [other for other in dist.all_gather_object(found if isinstance(found, str) else None) if other]
     if problems:
         raise ConfigError(problems[0])
@@ -47,14 +52,15 @@ def load_pretrained(
 
 
 def _fetch(
-    model_class: type[PreTrainedModel], name: str, config: dict[str, Any]
+    model_class: ModelClass, name: str, config: dict[str, Any], alternative: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | str:
     """Loads from what is on this machine, or else from the hub.
 
     Args:
-        model_class (type[PreTrainedModel]): Class with ``from_pretrained``.
+        model_class (ModelClass): Class with ``from_pretrained``: of one kind of model, or an ``AutoModelFor...``.
         name (str): A folder, or the name of a repository on the hub.
         config (dict[str, Any]): Settings of the model's configuration to replace.
+        alternative (str): As for :func:`load_pretrained`.
 
     Returns:
         tuple[PreTrainedModel, PreTrainedTokenizerBase] | str: Model and tokenizer, or what is wrong and what to do.
@@ -77,18 +83,18 @@ def _fetch(
         return (
             f'model.pretrained is {name!r}, which is no folder here, is not in the cache of this machine and cannot be '
             f'loaded from the hub now ({_first_line(error)}). On a machine with network, run '
-            f'`hf download {name} --local-dir FOLDER`, copy FOLDER here and write model.pretrained=FOLDER; or leave '
-            'model.pretrained out to train the small model from random weights.'
+            f'`hf download {name} --local-dir FOLDER`, copy FOLDER here and write model.pretrained=FOLDER'
+            f'{alternative and f"; or {alternative}"}.'
         )
 
 
 def _read(
-    model_class: type[PreTrainedModel], name: str, config: dict[str, Any], *, local_files_only: bool
+    model_class: ModelClass, name: str, config: dict[str, Any], *, local_files_only: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads configuration, tokenizer and weights, downloading them where allowed.
 
     Args:
-        model_class (type[PreTrainedModel]): Class with ``from_pretrained``.
+        model_class (ModelClass): Class with ``from_pretrained``: of one kind of model, or an ``AutoModelFor...``.
         name (str): A folder, or the name of a repository on the hub.
         config (dict[str, Any]): Settings of the model's configuration to replace.
         local_files_only (bool): Whether the network is left alone.
@@ -100,8 +106,9 @@ def _read(
         ValueError: If the weights are of another kind of model; transformers would only warn, and start from random
             weights under the names that the two do not share.
     """
-    wanted = model_class.config_class.model_type  # pyright: ignore[reportOptionalMemberAccess]
     given = AutoConfig.from_pretrained(name, local_files_only=local_files_only).model_type
+    # The classes of transformers that choose the kind by the configuration have none of their own.
+    wanted = getattr(getattr(model_class, 'config_class', None), 'model_type', given)
     if given != wanted:
         raise ValueError(f'it holds a model of type {given}, not {wanted}')
     tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from composer_ds.testing import RankPool
 from tests.recipes.mt5_on_ranks import generate_to_different_lengths, problems_of, train_and_evaluate, weights_at_start
-
-
-@pytest.fixture(scope='module')
-def two_ranks() -> Iterator[RankPool]:
-    with RankPool(world_size=2, timeout_sec=180) as pool:
-        yield pool
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,1 @@
+"""``composer-ds report``: one HTML page about a run, from files, without an account."""
