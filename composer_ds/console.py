@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer import Callback
 from composer.core import State, Time, Timestamp, TimeUnit
@@ -62,7 +62,7 @@ class Console(Callback):
         steps = self._steps
         if self._composers_bar is None or (self._window.size == 1 and not steps.skipped):
             return
-        stream = self._composers_bar.stream
+        stream: Any = self._composers_bar.stream
         if self._bar is None and stream.isatty():  # a log file has the summary
             self._bar = tqdm(
                 total=self._planned,
@@ -105,7 +105,6 @@ class Console(Callback):
             if (saved := getattr(callback, 'last_saved', None)) is not None:
                 lines.append(('saved', saved))
         announce(block('DeepSpeed, training ended', lines))
-
 
     def close(self, state: State, logger: Logger) -> None:
         """Take the bar away, also of a ``fit`` that failed. Called by Composer when the Trainer is closed.

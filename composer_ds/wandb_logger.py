@@ -13,7 +13,7 @@ from composer.utils import dist
 
 from composer_ds.announcements import announce
 from composer_ds.errors import EnvironmentProblem
-from composer_ds.plan_keys import ENVIRONMENT, PLAN
+from composer_ds.wandb_description import describe
 from composer_ds.wandb_files import last_step, lives_of_run
 
 if TYPE_CHECKING:
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from composer_ds.wandb_artifacts import CheckpointReferences
 
 __all__ = ['WandBLogger']
-
-_APPLIED = 'optimizer_steps/applied'
-_FAMILIES = (
-    'optimizer_steps', 'gradient', 'learning_rate', 'l2_norm', 'update_to_weight', 'speed', 'time_split',
-    'communication', 'zero_memory',
-)  # fmt: skip
 
 
 class WandBLogger(composer.loggers.WandBLogger):
@@ -145,7 +139,7 @@ class WandBLogger(composer.loggers.WandBLogger):
         self.run_url = None if run.offline else run.url
         if options.get('id'):
             self._find_first_step(state)
-        self._describe(state)
+        describe(run, state)
         if self.reference_checkpoints:
             from composer_ds.wandb_artifacts import CheckpointReferences
 
@@ -182,22 +176,6 @@ class WandBLogger(composer.loggers.WandBLogger):
                 f'{self._first_step - 1} stays, and is not logged again; loggers.wandb.init_kwargs.resume=never begins '
                 'a new run.'
             )
-
-    def _describe(self, state: State) -> None:
-        # These take seconds to import.
-        from composer_ds.algorithm import DeepSpeed
-        from composer_ds.callbacks.monitor import Monitor
-        from composer_ds.plan_record import environment_record, plan_record
-
-        if any(isinstance(callback, Monitor) for callback in state.callbacks):
-            self._run.define_metric(_APPLIED)
-            for family in _FAMILIES:
-                self._run.define_metric(f'{family}/*', step_metric=_APPLIED)
-        described: dict[str, Any] = {ENVIRONMENT: environment_record()}
-        for algorithm in state.algorithms:
-            if isinstance(algorithm, DeepSpeed) and algorithm.plan is not None:
-                described[PLAN] = plan_record(algorithm.plan)
-        self._run.config.update(described, allow_val_change=True)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Note which batch it is; tell of new checkpoints. Called by Composer, on every rank.
@@ -289,3 +267,28 @@ class WandBLogger(composer.loggers.WandBLogger):
             hyperparameters (dict[str, Any]): By key; the values of a resumed run are replaced.
         """
         self._when_started(lambda: self._run.config.update(hyperparameters, allow_val_change=True))
+
+    def download_file(
+        self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
+    ) -> None:
+        """Get the file of an artifact. Called by Composer on one rank of each node, which looks for a checkpoint.
+
+        Args:
+            remote_file_name (str): The artifact.
+            destination (str): Where the file goes.
+            overwrite (bool): Whether to replace a file there. Default: False.
+            progress_bar (bool): Not used by W&B. Default: True.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        options = self._init_kwargs
+        if (options.get('mode') or os.environ.get('WANDB_MODE')) in ('offline', 'disabled'):
+            # Composer's own asks W&B all the same, which is an error without an account: autoresume would not start.
+            raise FileNotFoundError(f'W&B is offline: {remote_file_name} is not looked for')
+        if not self.entity or not self.project:
+            import wandb
+
+            self.entity = self.entity or options.get('entity') or wandb.Api().default_entity
+            self.project = self.project or options.get('project') or 'uncategorized'
+        super().download_file(remote_file_name, destination, overwrite, progress_bar)

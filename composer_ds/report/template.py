@@ -52,7 +52,12 @@ footer { margin-top: 32px; color: #475569; font-size: 13px; overflow-wrap: anywh
 <script>@@PLOTLY@@</script>
 <script>
 JSON.parse(document.getElementById('panels').textContent).forEach((panel, number) =>
-  Plotly.newPlot('panel' + number, panel.data, panel.layout, {responsive: true, displaylogo: false}));
+  Plotly.newPlot('panel' + number, panel.data, panel.layout, {
+    responsive: true,
+    displaylogo: false,
+    // Those that need nothing but the page.
+    modeBarButtons: [['toImage', 'zoom2d', 'pan2d', 'resetScale2d']],
+  }));
 </script>
 </body>
 </html>

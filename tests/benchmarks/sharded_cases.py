@@ -76,7 +76,7 @@ def load(strategy: dict[str, Any], folder: str, layers: int, width: int) -> dict
     (path,) = pathlib.Path(folder, 'blocking').glob('ep*')
     started = time.perf_counter()
     with Peak() as peak:
-        trainer = _trainer({**strategy, 'load_sharded': str(path)}, layers, width)
+        trainer = _trainer(strategy, layers, width, load_sharded=str(path))
     assert trainer.state.timestamp.batch == 1
     trainer.close()
     return {'load_sec': time.perf_counter() - started - built_sec, 'peak_bytes': peak.bytes}

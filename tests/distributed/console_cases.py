@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-from composer import ComposerModel, Trainer
+from composer import Callback, ComposerModel, Trainer
 from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import ConsolidatedWeightsSaver, DeepSpeed, ShardedCheckpointSaver
+from composer_ds.sharded import reading_bar, writing
 
 
 class Halving(ComposerModel):
@@ -29,6 +34,13 @@ class Halving(ComposerModel):
         return ((outputs - batch[1]) ** 2).mean()
 
 
+class Rests(Callback):
+    """Gives bars the time to be drawn: tqdm does so ten times a second."""
+
+    def batch_start(self, state, logger):
+        time.sleep(0.15)
+
+
 def _trainer(**arguments: Any) -> Trainer:
     """Five batches of 2 samples per rank; the third is spoilt on all ranks."""
     world_size = dist.get_world_size()
@@ -36,9 +48,10 @@ def _trainer(**arguments: Any) -> Trainer:
     targets[2 * 2 * world_size : 3 * 2 * world_size] = float('nan')
     dataset = TensorDataset(torch.ones_like(targets), targets)
     model = Halving()
+    optimizer = arguments.pop('optimizer', torch.optim.SGD)
     return Trainer(
         model=model,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.25),
+        optimizers=optimizer(model.parameters(), lr=0.25),
         train_dataloader=DataLoader(dataset, 2, sampler=dist.get_sampler(dataset, shuffle=False)),
         device='cpu',
         **{'max_duration': '5ba', 'progress_bar': False, **arguments},
@@ -92,3 +105,22 @@ def lines_of_runs(folder: str) -> dict[str, str]:
         lambda: _trainer(algorithms=[_deepspeed(2, batches=1)], load_path=plain_path, max_duration='3ba')
     )
     return told
+
+
+def bytes_of_bars(folder: str) -> list[tuple[str, int | None, int]]:
+    """Save shards under Adam and load them; return of each bar what it said, the total, and what it was told."""
+    bars: list[tuple[str, int | None, int]] = []
+
+    @contextlib.contextmanager
+    def recorded(what: str) -> Iterator[Any]:
+        totals: list[int | None] = []
+        told: list[int] = []
+        yield SimpleNamespace(begin=totals.append, advance=told.append)
+        bars.append((what.replace(folder, 'F'), totals[0], sum(told)))
+
+    adam = functools.partial(_trainer, optimizer=torch.optim.AdamW, max_duration='1ba')
+    with mock.patch.object(writing, 'bar_if_long', recorded):
+        _told(lambda: adam(algorithms=[_deepspeed(2, 1)], callbacks=[ShardedCheckpointSaver(f'{folder}/adam')]))
+    with mock.patch.object(reading_bar, 'bar_if_long', recorded):
+        _told(lambda: adam(algorithms=[_deepspeed(3, 1, load_sharded=f'{folder}/adam')], max_duration='2ba'))
+    return bars

@@ -21,6 +21,12 @@ from tests.distributed.parity_cases import Tied
 STRATEGIES = ['zero1-cpu', 'zero2', 'zero3-cut', 'zero3-cut-cpu-params']
 
 
+def _slow(*values: Any) -> list[Any]:
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
+    ]
+
+
 def _read(folder: Path) -> dict[str, torch.Tensor]:
     if (folder / 'model.safetensors').exists():
         return load_file(folder / 'model.safetensors')
@@ -79,7 +85,7 @@ def test_against_plain_composer(ranks, tmp_path):
             assert exports[-1].keys() == {'embedding.weight', 'middle.weight', 'middle.bias'}
 
 
-@pytest.mark.parametrize('strategy', [None, 'zero2', 'zero3-cut'])
+@pytest.mark.parametrize('strategy', [*_slow(None, 'zero2'), 'zero3-cut'])
 def test_a_hugging_face_model(two_ranks, tmp_path, strategy: str | None):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -105,7 +111,7 @@ def test_a_hugging_face_model(two_ranks, tmp_path, strategy: str | None):
     assert 'lm_head.weight' not in load_file(tmp_path / 'fp32' / 'model.safetensors')
 
 
-@pytest.mark.parametrize(('kind', 'strategy'), [('lora', None), ('lora', 'zero2'), ('lora only', 'zero3-cut')])
+@pytest.mark.parametrize(('kind', 'strategy'), [*_slow(('lora', None), ('lora', 'zero2')), ('lora only', 'zero3-cut')])
 def test_an_adapter(two_ranks, tmp_path, kind: str, strategy: str | None):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

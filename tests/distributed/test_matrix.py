@@ -7,7 +7,7 @@ Consolidated and sharded checkpoints are written at the same moment.
 
 The variable ``COMPOSER_DS_MATRIX`` says how much of it is run:
 
-- ``some``: a few places at world sizes 1 and 2, in the processes that all tests share; part of ``make test``.
+- ``some``: a few places at world sizes 1 and 2, in the processes that all tests share; part of ``make slow``.
 - ``covering``, ``make matrix``: every ordered pair of places with one optimizer, so that each ordered pair of
   strategies is met at all mixed world sizes, and each ordered pair of world sizes with each optimizer; dropout in every
   pair of equal world sizes; skipped optimizer steps and a dataset that keeps its own position in some pairs.
@@ -161,6 +161,7 @@ def differences(request) -> Iterator[dict[tuple[str, str], list[float]]]:
         Console(width=200).print('', table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('target', PLACES, ids=str)
 def test_a_checkpoint_of_any_place_resumes_in_any_other(ranks, written, differences, target: Place):
     jobs = [

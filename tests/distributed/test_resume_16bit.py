@@ -62,7 +62,7 @@ def _saved(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ('world_size', 'strategy'), [(size, one) for size, several in STRATEGIES.items() for one in several]
 )
-@pytest.mark.parametrize('sections', [BF16, {}], ids=['bf16', 'fp32'])
+@pytest.mark.parametrize('sections', [BF16, pytest.param({}, marks=pytest.mark.slow)], ids=['bf16', 'fp32'])
 def test_a_run_resumes_exactly(ranks, tmp_path, world_size: int, strategy: str, sections: dict[str, Any]):
     pool = ranks(world_size)
     whole, *both = pool.run(resume_16bit_cases.cut_in_two, strategy, 'adamw', sections, str(tmp_path))[0]

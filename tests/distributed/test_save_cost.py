@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks import saving_cases
 from tests.distributed.parity_cases import STRATEGIES
 
+pytestmark = pytest.mark.slow
 LAYERS, WIDTH = 10, 1536
 LARGEST_BYTES = 4 * WIDTH * WIDTH
 STATE_BYTES = 3 * LAYERS * LARGEST_BYTES

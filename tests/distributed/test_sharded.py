@@ -12,7 +12,7 @@ from tests.distributed import ema_cases, sharded_cases
 from tests.distributed.parity_cases import SOME_STRATEGIES
 
 
-@pytest.mark.parametrize('kind', ['everything', 'lora'])
+@pytest.mark.parametrize('kind', ['everything', pytest.param('lora', marks=pytest.mark.slow)])
 def test_every_tensor_comes_back_under_any_strategy(ranks, tmp_path, kind: str):
     places = [(2, 'zero1-cpu'), (2, 'zero3-cut'), (1, 'zero2')]
     paths = [ranks(size).run(sharded_cases.write_numbers, kind, one, str(tmp_path))[0] for size, one in places]

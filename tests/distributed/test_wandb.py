@@ -24,6 +24,7 @@ def _lives(folder: Path) -> list[Path]:
     return lives_of_run(folder / 'wandb', ids.pop())
 
 
+@pytest.mark.slow
 def test_a_resumed_job_is_one_run_without_holes_or_repeated_points(two_ranks, tmp_path):
     expected = two_ranks.run(wandb_cases.train, None, '8ba')[0]
     assert list(expected) == [str(batch) for batch in range(1, 9)]
@@ -58,7 +59,9 @@ def test_x_axis_plan_and_checkpoints_are_in_the_run(two_ranks, tmp_path):
     two_ranks.run(wandb_cases.train, str(tmp_path), '4ba', 0, True)
     (file,) = _lives(tmp_path)
 
-    axes = {metric['glob_name']: metric.get('step_metric') for metric in _of_type(file, 'metric') if 'glob_name' in metric}
+    axes = {
+        metric['glob_name']: metric.get('step_metric') for metric in _of_type(file, 'metric') if 'glob_name' in metric
+    }
     logged = {key for item in _of_type(file, 'history') for key in item['item'] if key.startswith(('zero_', 'time_s'))}
     assert logged
     for key in (*logged, 'l2_norm/grad/global', 'gradient/clip_factor', 'learning_rate/group0'):

@@ -40,13 +40,14 @@ def test_64_microbatches_of_one_train_as_plain_composer_with_whole_batches(one_r
         return weights_of(folder / name)
 
     start = weights_of(folder / 'model')
-    offloaded = run('offloaded')
+    # Without clipping, which scales the gradients of each optimizer step in its own way, so that moments differ.
+    offloaded = run('offloaded', 'deepspeed.ds_config.gradient_clipping=0.0')
     without = ('deepspeed=null', 'train.device_train_microbatch_size=null', 'callbacks.deepspeed_monitor=false')
     plain = run('plain', *without)
     for name, tensor in plain.items():
         moved = tensor - start[name]
         assert moved.abs().max() > 1e-4, f'{name} did not move'
-        # Clipping changes nothing for AdamW but epsilon's share; what is compared is the update and not the weight.
+        # What is compared is the update and not the weight, which hardly moves.
         difference = (offloaded[name] - start[name] - moved).norm() / moved.norm()
         assert difference < 0.02, (name, float(difference))
 

@@ -127,40 +127,44 @@ class TestBarIfLong:
 
 class TestAnnounce:
     @pytest.fixture(autouse=True)
-    def unconfigured(self):
+    def restored(self):
         ours = logging.getLogger('composer_ds')
         before = ours.level
-        ours.propagate = False  # pytest's own handlers make logging look configured
-        yield ours
+        yield
         ours.setLevel(before)
         ours.propagate = True
+        ours.handlers.clear()
+
+    def _ours(self, level: int = logging.NOTSET, *handlers: logging.Handler) -> None:
+        # Inside the test: pytest has handlers of its own, and gives one to a logger that does not propagate before.
+        ours = logging.getLogger('composer_ds')
+        ours.setLevel(level)
+        ours.propagate = False
+        ours.handlers[:] = handlers
 
     def test_prints_where_nobody_has_configured_logging(self, capsys):
+        self._ours()
         announce('100% [saved]')
         assert capsys.readouterr().err == '100% [saved]\n'
 
-    def test_prints_where_a_level_has_no_handler(self, capsys, unconfigured):
-        unconfigured.setLevel(logging.INFO)
+    def test_prints_where_a_level_has_no_handler(self, capsys):
+        self._ours(logging.INFO)
         announce('saved')
         assert capsys.readouterr().err == 'saved\n'
 
-    def test_respects_a_level_that_the_user_has_chosen(self, capsys, unconfigured):
-        unconfigured.setLevel(logging.WARNING)
+    def test_respects_a_level_that_the_user_has_chosen(self, capsys):
+        self._ours(logging.WARNING)
         announce('saved')
         assert capsys.readouterr().err == ''
 
-    def test_logs_where_logging_is_configured(self, capsys, unconfigured):
+    def test_logs_where_logging_is_configured(self, capsys):
         stream = io.StringIO()
-        handler = logging.StreamHandler(stream)
-        unconfigured.setLevel(logging.INFO)
-        unconfigured.addHandler(handler)
-        try:
-            announce('100% [saved]')
-        finally:
-            unconfigured.removeHandler(handler)
+        self._ours(logging.INFO, logging.StreamHandler(stream))
+        announce('100% [saved]')
         assert stream.getvalue() == '100% [saved]\n' and capsys.readouterr().err == ''
 
     def test_only_rank_0_speaks(self, capsys, monkeypatch):
+        self._ours()
         monkeypatch.setenv('RANK', '1')
         announce('saved')
         assert capsys.readouterr().err == ''
@@ -235,6 +239,4 @@ class TestDeepSpeedsOutput:
         print('ninja: build stopped: DeepSpeed x built successfully', file=quiet)
         quiet.write('Loading extension module cpu_adam...\n')
         quiet.write('second\n')
-        assert stream.getvalue() == (
-            'first line\n\nninja: build stopped: DeepSpeed x built successfully\nsecond\n'
-        )
+        assert stream.getvalue() == ('first line\n\nninja: build stopped: DeepSpeed x built successfully\nsecond\n')

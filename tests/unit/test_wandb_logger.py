@@ -175,3 +175,10 @@ def test_what_is_logged_before_the_run_is_started_is_not_lost(calls, monkeypatch
     config = logger._run.config
     assert config['seed'] == 3 and config['deepspeed_environment']['world_size'] == 1
     assert config['deepspeed_environment']['versions']['wandb'] == wandb.__version__
+
+
+def test_offline_there_is_no_checkpoint_to_be_found(tmp_path):
+    # Composer's own logger asks W&B, and a first start with autoresume=True ends with "No API key configured".
+    logger = WandBLogger(project='p', init_kwargs={'mode': 'offline'})
+    with pytest.raises(FileNotFoundError):
+        logger.download_file('latest-rank0.pt', str(tmp_path / 'file'))
