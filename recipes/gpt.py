@@ -89,9 +89,7 @@ def build(model: ModelConfig, data: DataConfig) -> Task:
     parts = split_paragraphs(
         read_paragraphs(data.path)[: data.max_paragraphs], seed=data.seed, validation_fraction=data.validation_fraction
     )
-    train, validation = (
-        pack((_encode(text, tokenizer) for text in part), data.sequence_length) for part in parts
-    )
+    train, validation = (pack((_encode(text, tokenizer) for text in part), data.sequence_length) for part in parts)
     problems = [
         *batch_size_problems(data.global_batch_size),
         *split_problems('train', len(train), 'give a longer text or lower data.validation_fraction'),

@@ -46,7 +46,9 @@ def read_paragraphs(path: str | None) -> list[str]:
     return [paragraph.strip('\n') for paragraph in text.split('\n\n') if paragraph.strip()]
 
 
-def split_paragraphs(paragraphs: Sequence[str], *, seed: int, validation_fraction: float) -> tuple[list[str], list[str]]:
+def split_paragraphs(
+    paragraphs: Sequence[str], *, seed: int, validation_fraction: float
+) -> tuple[list[str], list[str]]:
     """Splits at random; a paragraph that occurs more than once stays in one part.
 
     Args:

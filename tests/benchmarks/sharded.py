@@ -22,8 +22,11 @@ def main() -> None:
     parser.add_argument('--width', type=int, default=2048, help='width of each (default: 2048)')
     parser.add_argument('--ranks', type=int, default=2, help='processes (default: 2)')
     parser.add_argument('--times', type=int, default=5, help='saves of each kind, whose median counts')
+    default = ['zero1', 'zero2', 'zero2-cpu', 'zero3', 'zero3-cpu']
+    parser.add_argument('--strategies', nargs='+', choices=STRATEGIES, default=default, metavar='STRATEGY')
     options = parser.parse_args()
     weights_mib = options.layers * options.width**2 * 4 / MIB
+    listening_sec = 0.0
     table = Table(
         title=f'AdamW, {weights_mib:.0f} MiB of weights, {options.ranks} ranks; seconds, and MiB of one rank',
         caption='torch.save: every rank its own bytes, flushed. load: beyond building the Trainer.',
@@ -31,7 +34,7 @@ def main() -> None:
     columns = ('strategy', 'files', 'blocking', 'torch.save', 'ratio', 'stall', 'of blocking', 'in background')
     for column in (*columns, 'host memory', 'load', 'memory'):
         table.add_column(column, justify='left' if column == 'strategy' else 'right')
-    for name in ('zero1', 'zero2', 'zero2-cpu', 'zero3', 'zero3-cpu'):
+    for name in options.strategies:
         with tempfile.TemporaryDirectory() as folder, RankPool(options.ranks, timeout_sec=600) as pool:
             arguments = (STRATEGIES[name], folder, options.layers, options.width)
             saved = pool.run(sharded_cases.save, *arguments, options.times)[0]

@@ -1,4 +1,4 @@
-"""The language model recipe: packing hides nothing and mixes nothing, and ZeRO 3 trains as plain Composer on one rank."""
+"""The language model recipe: packing mixes nothing, and ZeRO 3 trains as plain Composer does on one rank."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ FILENAME = 'ba{batch}'
 
 
 def _manifest(batch: int, run: str) -> Manifest:
-    versions = dict.fromkeys(('composer-ds', 'mosaicml', 'deepspeed', 'torch'), '1')
     return Manifest(
         run_name=run,
         time={'batch': batch},
@@ -30,7 +29,7 @@ def _manifest(batch: int, run: str) -> Manifest:
         offload_optimizer='none',
         offload_param='none',
         precision='fp32',
-        versions=versions,
+        versions={'torch': '1'},
         weights_only=True,
         optimizer=None,
         param_groups=[],
