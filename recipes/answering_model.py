@@ -38,8 +38,8 @@ class ExactMatch(MeanMetric):
 class AnsweringModel(LanguageModel):
     """Trains on responses after their prompts and evaluates by greedy generation.
 
-    Its metrics are :class:`ExactMatch` and torchmetrics' ``CharErrorRate``: edit distance in characters, summed, divided
-    by the characters of the wanted responses.
+    Its metrics are :class:`ExactMatch` and torchmetrics' ``CharErrorRate``: edit distance in characters, summed,
+    divided by the characters of the wanted responses.
 
     Args:
         network (Any): A causal language model.

@@ -1,7 +1,7 @@
 """Fine-tuning a Hugging Face causal language model from a folder, all of it or LoRA, judged by what it generates.
 
-Any model that ``AutoModelForCausalLM`` loads, with its own tokenizer. The default data are words with their pronunciations
-(``cat = `` is to be answered by ``K AE T``); ``data.path`` takes prompts and responses of your own.
+Any model that ``AutoModelForCausalLM`` loads, with its own tokenizer. The default data are words with their
+pronunciations (``cat = `` is to be answered by ``K AE T``); ``data.path`` takes prompts and responses of your own.
 """
 
 from __future__ import annotations

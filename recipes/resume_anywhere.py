@@ -2,9 +2,9 @@
 
     composer -n 2 recipes/resume_anywhere.py
 
-What ``save_folder`` writes under DeepSpeed is an ordinary checkpoint of Composer, with whole weights and the whole state
-of the optimizer. So the second half of the training needs no DeepSpeed, and ends with the weights of a run that never
-had it. The other way round works as well, from any ZeRO stage to any other, on any number of ranks.
+What ``save_folder`` writes under DeepSpeed is an ordinary checkpoint of Composer, with whole weights and the whole
+state of the optimizer. So the second half of the training needs no DeepSpeed, and ends with the weights of a run that
+never had it. The other way round works as well, from any ZeRO stage to any other, on any number of ranks.
 """
 
 from __future__ import annotations

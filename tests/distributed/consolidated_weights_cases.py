@@ -70,7 +70,8 @@ def trained(strategy: str | None, folder: str, **options: Any) -> dict[str, Any]
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger('composer_ds.callbacks.consolidated_weights')
+    handler.addFilter(lambda record: record.getMessage().startswith('Saved the weights'))
+    logger = logging.getLogger('composer_ds.announcements')
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     saver = ConsolidatedWeightsSaver(folder, **options)

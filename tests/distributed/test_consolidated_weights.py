@@ -76,7 +76,7 @@ def test_against_plain_composer(ranks, tmp_path):
             for rank in found:
                 assert rank['saved'] == [f'{folder}/run/{name}' for name in ('ep1-ba4', 'ep1-ba6')]
             assert [len(rank['lines']) for rank in found] == [2, 0][:world_size]
-            assert f'{folder}/run/ep1-ba6: {4 * (88 + 64 + 8)} bytes of fp32 in ' in found[0]['lines'][1]
+            assert f'in fp32, {folder}/run/ep1-ba6 (batch 6): {4 * (88 + 64 + 8)} bytes in ' in found[0]['lines'][1]
             exports.append(_read(folder / 'run' / 'ep1-ba6'))
             for name, value in exports[-1].items():
                 assert torch.equal(value, found[0]['weights'][name])

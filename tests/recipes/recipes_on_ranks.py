@@ -85,8 +85,8 @@ def classify_images(zero_stage: int | None) -> dict[str, Any]:
         image_classification.DataConfig(),
         zero_stage=zero_stage,
         optimizer=(torch.optim.SGD, {'lr': 0.1, 'momentum': 0.9}),
-        max_duration='3ep',
-        eval_interval='3ep',
+        max_duration='8ep',
+        eval_interval='8ep',
     )
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning from a folder, all weights and LoRA: ZeRO 3 as plain Composer, and what is exported answers as trained."""
+"""Fine-tuning from a folder, all weights and LoRA: ZeRO 3 as plain Composer; what is exported answers as trained."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_zero_3_trains_answers_and_exports_as_plain_composer(two_ranks, folder, 
     for name, tensor in trained.items():
         if not lora:
             assert not torch.equal(tensor, before[name.removeprefix('model.')]), f'{name} did not move'
-        torch.testing.assert_close(results[0]['weights'][name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            results[0]['weights'][name], tensor, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f'{name}: {text}'
+        )
     if lora:
         assert all(tensor.any() for tensor in trained.values())  # the second matrices start from zero
     assert results[0]['metrics'] == results[1]['metrics'] == pytest.approx(plain['metrics'])
