@@ -79,11 +79,11 @@ class DeepSpeed(Algorithm):
         offload_param (str | None): ``'cpu'`` keeps the weights in host memory between uses; ZeRO 3 only. Default: None.
         ds_config (Mapping[str, Any] | str | Path | None): Further settings of DeepSpeed, as a dict or the path of a
             JSON or YAML file. A setting that the Trainer owns must be absent, ``'auto'`` or agree. Default: None.
+        max_consecutive_skipped_steps (int | None): After so many optimizer steps in a row that were skipped because a
+            gradient was infinite or NaN, training ends with a ``TrainingError``; None never ends it. Default: 50.
         load_sharded (str | Path | Mapping[str, Any] | LoadSharded | None): A sharded checkpoint to begin with, or a
             folder of them, or a checkpoint of DeepSpeed's own; as a path, or with options as :class:`LoadSharded` has
             them. Default: None.
-        max_consecutive_skipped_steps (int | None): After so many optimizer steps in a row that were skipped because a
-            gradient was infinite or NaN, training ends with a ``TrainingError``; None never ends it. Default: 50.
 
     Raises:
         ConfigError: When the ds_config cannot be read. Settings that are not allowed or disagree with the Trainer's are

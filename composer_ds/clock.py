@@ -86,7 +86,7 @@ class Clock:
             type(scheduler)._moved_at = self.steps.applied  # pyright: ignore[reportAttributeAccessIssue]
         for callback in self.state.callbacks:
             saver: Any = callback  # Composer's, ours, or the user's own
-            interval = getattr(saver, 'save_interval', None)
+            interval: Any = getattr(saver, 'save_interval', None)
             if callable(interval) and not isinstance(interval, _BetweenWindows):
                 saver.save_interval = _BetweenWindows(interval, self.window)
 

@@ -6,7 +6,7 @@ The tokens are the bytes of the text, so nothing is trained or downloaded for th
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 from composer.core import Evaluator
@@ -102,7 +102,8 @@ def build(model: ModelConfig, data: DataConfig) -> Task:
         )
     if problems:
         raise ConfigError(problems)
-    make_batch = partial(collate, sequence_length=data.sequence_length, pad=tokenizer.pad_token_id)
+    pad: Any = tokenizer.pad_token_id
+    make_batch = partial(collate, sequence_length=data.sequence_length, pad=pad)
     return Task(
         model=LanguageModel(_network(model, tokenizer, data.sequence_length), tokenizer),
         train_dataloader=build_dataloader(
@@ -127,12 +128,13 @@ def _encode(text: str, tokenizer: ByT5Tokenizer) -> list[int]:
 
     From it the first byte of a paragraph is predicted.
     """
-    end = tokenizer.eos_token_id
+    end: Any = tokenizer.eos_token_id
     return [end, *(byte + tokenizer.offset for byte in text.encode()), end]
 
 
 def _network(model: ModelConfig, tokenizer: ByT5Tokenizer, sequence_length: int) -> LlamaForCausalLM:
     """Draws random weights without touching the global random state."""
+    end, pad = cast(Any, tokenizer.eos_token_id), cast(Any, tokenizer.pad_token_id)
     config = LlamaConfig(
         vocab_size=model.vocab_size or len(tokenizer),
         hidden_size=model.d_model,
@@ -140,9 +142,9 @@ def _network(model: ModelConfig, tokenizer: ByT5Tokenizer, sequence_length: int)
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_heads,
         max_position_embeddings=sequence_length,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=pad,
         use_cache=False,  # nobody generates here, and in training the cache takes memory
     )
     with torch.random.fork_rng(devices=[]):

@@ -6,16 +6,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_ds.checkpoint.damage import damage
     from composer_ds.checkpoint.saver import save_safely
     from composer_ds.checkpoint.verification import verify_loads
     from composer_ds.checkpoint.writing import save_checkpoint
 
-__all__ = ['damage', 'save_checkpoint', 'save_safely', 'verify_loads']
+__all__ = ['save_checkpoint', 'save_safely', 'verify_loads']
 
 # Commands read checkpoints without Composer, which takes seconds to import.
 _LAZY = {
-    'damage': 'composer_ds.checkpoint.damage',
     'save_checkpoint': 'composer_ds.checkpoint.writing',
     'save_safely': 'composer_ds.checkpoint.saver',
     'verify_loads': 'composer_ds.checkpoint.verification',

@@ -99,7 +99,7 @@ class RemoteFolder:
                     self._upload(save.folder.parent / LATEST, LATEST)
         finally:
             if save.is_first_of_folder:
-                shutil.rmtree(save.folder, ignore_errors=True)
+                shutil.rmtree(self.cache(self.uri), ignore_errors=True)
 
     def latest(self) -> str | None:
         """Download ``latest``. Called on any rank.

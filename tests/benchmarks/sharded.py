@@ -32,7 +32,7 @@ def main() -> None:
         caption='torch.save: every rank its own bytes, flushed. load: beyond building the Trainer.',
     )
     columns = ('strategy', 'files', 'blocking', 'torch.save', 'ratio', 'stall', 'of blocking', 'in background')
-    for column in (*columns, 'host memory', 'load', 'memory'):
+    for column in (*columns, 'load', 'memory of it'):
         table.add_column(column, justify='left' if column == 'strategy' else 'right')
     for name in options.strategies:
         with tempfile.TemporaryDirectory() as folder, RankPool(options.ranks, timeout_sec=600) as pool:
@@ -49,7 +49,6 @@ def main() -> None:
             f'{saved["stalled_sec"]:.2f}',
             f'{saved["stalled_sec"] / saved["blocking_sec"]:.0%}',
             f'{saved["background_sec"]:.2f}',
-            f'{saved["host_bytes"] / MIB:.0f}',
             f'{loaded["load_sec"]:.2f}',
             f'{loaded["peak_bytes"] / MIB:.0f}',
         )

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import DeepSpeed
-from composer_ds.checkpoint import damage
+from composer_ds.checkpoint.damage import damage
 
 LIFE_LIMIT_SEC = 60.0
 PATTERN = 'ep*-ba*-rank0.pt'

@@ -80,7 +80,8 @@ class Everything(ComposerModel):
             hidden = hidden + block.norm(block.third(torch.tanh(block.first(block.second(hidden))))) * block.scale
             hidden = hidden * block.offset
         hidden = torch.tanh(hidden)
-        return self.head(hidden) * (1 + (self.wide(hidden) * self.of_another).mean() * self.root.sum()) * self.factor + self.nothing.sum()
+        factor = 1 + (self.wide(hidden) * self.of_another).mean() * self.root.sum()
+        return self.head(hidden) * factor * self.factor + self.nothing.sum()
 
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])

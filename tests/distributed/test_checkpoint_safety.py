@@ -15,7 +15,7 @@ import zipfile
 import pytest
 import torch
 
-from composer_ds.checkpoint import damage
+from composer_ds.checkpoint.damage import damage
 from tests.distributed import safety_cases
 
 

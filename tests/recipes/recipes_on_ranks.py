@@ -122,7 +122,8 @@ def finetune(folder: str, export: str, zero_stage: int | None, *, lora: bool) ->
         ),
         causal_lm_finetune.DataConfig(max_samples=220, global_batch_size=8, eval_batch_size=4),
         zero_stage=zero_stage,
-        optimizer=(torch.optim.SGD, {'lr': 0.5, 'momentum': 0.9}),
+        # With 0.5 the weights of LoRA would explode.
+        optimizer=(torch.optim.SGD, {'lr': 0.05 if lora else 0.5, 'momentum': 0.9}),
         callbacks=(predictions, saver),
         max_duration='6ba',
         eval_interval='6ba',

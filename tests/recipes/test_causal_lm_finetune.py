@@ -84,7 +84,7 @@ def test_zero_3_trains_answers_and_exports_as_plain_composer(two_ranks, folder, 
     validation = list(task.eval_dataloader[0].dataloader.dataloader.dataset)  # pyright: ignore
     assert len(validation) == 11
     expected = answers(tmp_path / 'export', folder, [prompt for prompt, _ in validation], lora)
-    assert len(set(expected)) > 3  # there is something to compare
+    assert len(set(expected)) > 2  # there is something to compare
     first, second = (result['predictions'] for result in results)
     interleaved = [answer for pair in zip_longest(first, second) for answer in pair]  # Composer drops the padding
     assert interleaved[:11] == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class TestPacking:
 
     def test_the_loss_is_that_of_each_paragraph_alone(self):
         # What a paragraph says about the next one, or a wrong mask of transformers, would change it.
-        model = build(ModelConfig(**TINY_GPT), DataConfig(max_paragraphs=50)).model.eval()
+        model: Any = build(ModelConfig(**TINY_GPT), DataConfig(max_paragraphs=50)).model.eval()
         generator = torch.Generator().manual_seed(0)
         paragraphs = [torch.randint(3, 259, (length,), generator=generator).tolist() for length in (9, 5, 14)]
         packed = model(collate([paragraphs], sequence_length=32, pad=0))['loss']
@@ -100,14 +101,15 @@ def test_two_ranks_with_microbatches_train_as_one_without(two_ranks, alone, part
 
 def test_perplexity_is_that_of_the_validation_text(alone):
     task = build(ModelConfig(**TINY_GPT), DataConfig(sequence_length=64, max_paragraphs=150))
-    task.model.load_state_dict(alone['weights'])
+    model: Any = task.model
+    model.load_state_dict(alone['weights'])
     validation = list(task.eval_dataloader[0].dataloader.dataloader.dataset)  # pyright: ignore
     losses = []
     for sequence in validation:
         for paragraph in sequence:
             tokens = torch.tensor([paragraph])
             with torch.no_grad():
-                losses.append(cross_entropy(task.model.model(tokens).logits[0, :-1], tokens[0, 1:], reduction='none'))
+                losses.append(cross_entropy(model.model(tokens).logits[0, :-1], tokens[0, 1:], reduction='none'))
     assert alone['metrics']['LanguagePerplexity'] == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-4)
 
 
