@@ -87,7 +87,7 @@ class Clock:
         for callback in self.state.callbacks:
             saver: Any = callback  # Composer's, ours, or the user's own
             interval: Any = getattr(saver, 'save_interval', None)
-            if callable(interval) and not isinstance(interval, _BetweenWindows):
+            if interval is not None and not isinstance(interval, _BetweenWindows):
                 saver.save_interval = _BetweenWindows(interval, self.window)
 
     def batch_start(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
@@ -46,7 +46,7 @@ def read_digits(*, seed: int, test_fraction: float) -> DigitsSplits:
             'recipes.image_classification reads the images that the package scikit-learn ships, which is not '
             'installed: pip install scikit-learn'
         ) from error
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / _LARGEST_PIXEL
     targets = torch.as_tensor(digits.target, dtype=torch.int64)
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))

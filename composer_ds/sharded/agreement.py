@@ -33,7 +33,8 @@ def agreeing(group: dist.ProcessGroup | None, report: Callable[[BaseException], 
     except (Exception, CheckpointException) as raised:  # DCP's is no Exception (torch 2.7)
         error = raised
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report(error) if _is_own(error, group) else None, group=group)
+    own = error if _is_own(error, group) else None
+    dist.all_gather_object(reports, None if own is None else report(own), group=group)
     for rank, found in enumerate(reports):
         if found is not None:
             raise CheckpointError(f'{found} (Found by rank {rank}.)') from error

@@ -319,7 +319,7 @@ def in_object_store(url: str, uri: str, folder: str, asynchronous: bool) -> dict
     from composer_ds.sharded import remote
 
     # Not where another process may be at work.
-    with s3(url), mock.patch.object(remote, '_own_folder', lambda: pathlib.Path(folder)):
+    with s3(url), mock.patch.object(remote, '_own_folder', return_value=pathlib.Path(folder)):
         found: dict[str, Any] = {'first': train(uri, max_duration='4ba', asynchronous=asynchronous, autoresume=True)}
         found['autoresume'] = train(uri, autoresume=True, asynchronous=asynchronous)
         found['by latest'] = train(load_sharded=uri, max_duration='7ba')
