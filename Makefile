@@ -45,8 +45,9 @@ test: $(STAMP) ## run the tests, but the slow ones: less than 10 minutes
 slow: $(STAMP) ## run the slow tests: about 4 minutes
 	python -m pytest -m slow $(ARGS)
 
-kills: $(STAMP) ## kill training at 80 random moments, and resume after each
+kills: $(STAMP) ## kill training at 180 random moments, and resume after each
 	COMPOSER_DS_KILLS='60 20' python -m pytest --timeout 1800 -s tests/distributed/test_checkpoint_safety.py -k random_moments $(ARGS)
+	COMPOSER_DS_SHARDED_KILLS='30 70' python -m pytest --timeout 3600 -s tests/distributed/test_sharded_safety.py -k random_moments $(ARGS)
 
 matrix: $(STAMP) ## resume checkpoints of every strategy and world size under every other
 	COMPOSER_DS_MATRIX=$${COMPOSER_DS_MATRIX:-covering} python -m pytest -v --timeout 7200 tests/distributed/test_matrix.py tests/distributed/test_resume_16bit.py $(ARGS)

@@ -71,7 +71,7 @@ def check_run_file(file: str, overrides: Sequence[str], world_size: int, tell: C
         microbatch_size=config.train.device_train_microbatch_size,
         optimizer=optimizer,
         model=task.model,
-        parts=(*task.callbacks, *callbacks),
+        parts=(*task.callbacks, *getattr(task, 'algorithms', ()), *callbacks),
         scheduler_classes=() if scheduler is None else (type(scheduler).__name__,),
     )
     settings = Settings(None, None, None, {})

@@ -210,6 +210,8 @@ def main() -> None:
     report, started = {}, time.monotonic()
     generator = random.Random(arguments.seed)
     for world_size, kills in enumerate(arguments.kills, start=1):
+        if kills == 0:
+            continue
         folder = arguments.folder / f'{world_size}ranks'
         folder.mkdir(parents=True)
         codes = wait_for(fork_ranks(world_size, folder / 'log', live, folder, 'oracle', 2, False, None), LIFE_LIMIT_SEC)

@@ -251,29 +251,26 @@ def _wait_for_second_batch(marker: pathlib.Path, job: subprocess.Popen, output: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('who', ['launcher', 'group'])
-def test_sigterm_under_the_launcher(two_ranks, tmp_path, whole, who: str):
-    """The launcher passes the signal on, so told as a group each rank hears it twice."""
+def test_sigterm_under_the_launcher(two_ranks, tmp_path, whole):
+    """The launcher passes the signal on; told as a group, each rank hears it twice."""
     output, marker, folder = tmp_path / 'output', tmp_path / 'job', tmp_path / 'saves'
     command = ['composer', '-n', '2', '-m', 'tests.distributed.preempted_run', str(folder), str(marker)]
     with open(output, 'w') as file:
         job = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         _wait_for_second_batch(marker, job, output)
-        if who == 'group':
-            os.killpg(job.pid, signal.SIGTERM)
-        else:
-            job.terminate()
+        os.killpg(job.pid, signal.SIGTERM)
         assert job.wait(60) == 0, output.read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    # It ended as training ends, a batch or two later, not at the sixth.
+    # It ended as training ends, after the batch at hand or the next one, not at the sixth.
     losses = [json.loads((tmp_path / f'job-losses{rank}').read_text()) for rank in range(2)]
     assert losses[0] == losses[1] and set(losses[0]) in ({'1', '2'}, {'1', '2', '3'})
     batch = max(map(int, losses[0]))
-    assert sorted(os.listdir(folder)) in (['ep0-ba2', 'latest'], ['ep0-ba3', 'latest'])
-    assert 'SIGTERM: saved after batch' in output.read_text()
+    assert sorted(os.listdir(folder)) == [f'ep0-ba{batch}', 'latest']
+    for part in ('SystemExit: 143', 'Waiting up to 30 seconds', f'SIGTERM: saved after batch {batch}'):
+        assert part in output.read_text()
     for found in two_ranks.run(cases.train, str(folder), autoresume=True):
         assert min(found['losses']) == batch + 1 and max(found['losses']) == 6
         torch.testing.assert_close(found['weights'], whole['weights'], rtol=0, atol=1e-6)
@@ -282,7 +279,7 @@ def test_sigterm_under_the_launcher(two_ranks, tmp_path, whole, who: str):
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
     """`make kills` kills more often; what is checked after each kill stands in sharded_lives.py."""
-    kills = os.environ.get('COMPOSER_DS_SHARDED_KILLS', '1 5').split()
+    kills = os.environ.get('COMPOSER_DS_SHARDED_KILLS', '0 6').split()
     arguments = [sys.executable, '-m', 'tests.distributed.sharded_lives', str(tmp_path), '--kills', *kills]
     limit_sec = 120 + 25 * sum(map(int, kills))
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_sec, check=False)
@@ -290,6 +287,8 @@ def test_killed_at_random_moments(tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)
     for world_size, count in enumerate(map(int, kills), start=1):
+        if count == 0:
+            continue
         found = report[str(world_size)]
         assert found['kills'] >= count
         # The kills are of use only where they hit saves.
