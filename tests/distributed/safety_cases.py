@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import resource
@@ -127,6 +128,7 @@ def interrupted_latest(folder: str) -> dict[int, float]:
 def load(how: str, path: str, plain: bool = False) -> tuple[str, str, float]:
     """Load a damaged file, in each of the ways that Composer has."""
     verdict.ARRIVAL_LIMIT_SEC = 2.0
+    gc.collect()  # Trainers that failed to be made: their check would look at the file for plain Composer, too
     if how == 'autoresume':
         return error_of(trainer_of, os.path.dirname(path), plain, autoresume=True)
     if how == 'LoadCheckpoint':
