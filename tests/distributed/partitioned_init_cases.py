@@ -52,7 +52,6 @@ class Everything(ComposerModel):
         self.embedding = nn.Embedding(9, width)
         self.root = nn.Parameter(torch.rand(3))
         self.nothing = nn.Parameter(torch.empty(0, 2))
-        self.factor = nn.Parameter(torch.tensor(0.75))
         self.blocks: Any = nn.ModuleList(Block(width) for _ in range(2))
         self.copies = nn.ModuleList(copy.deepcopy(self.blocks[0]) for _ in range(2))
         self.wide: Any = nn.utils.parametrizations.weight_norm(nn.Linear(width, 33))
@@ -81,7 +80,7 @@ class Everything(ComposerModel):
             hidden = hidden * block.offset
         hidden = torch.tanh(hidden)
         factor = 1 + (self.wide(hidden) * self.of_another).mean() * self.root.sum()
-        return self.head(hidden) * factor * self.factor + self.nothing.sum()
+        return self.head(hidden) * factor + self.nothing.sum()
 
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])
