@@ -132,13 +132,16 @@ def _is_progress(record: logging.LogRecord) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line is an error, or is said for the first time, by rank 0, and by nobody else."""
+    """Whether a line is an error, or is said by rank 0; a warning for the first time."""
     if record.levelno >= logging.ERROR:
         return True
     message = record.getMessage()
     if any(settled in message for settled in _SETTLED):
         return False
-    if dist.get_global_rank() != 0 or message in _said:
+    if dist.get_global_rank() != 0:
         return False
+    if record.levelno < logging.WARNING:
+        return True  # what steps_per_print asks for may be alike in two runs
+    is_new = message not in _said
     _said.add(message)
-    return True
+    return is_new

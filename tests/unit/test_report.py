@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def runs(tmp_path_factory) -> Path:
                 {'loss/train/total': LOSSES[batch] + first_life} | (optimizer_step if batch % 2 == 0 else {}), batch
             )
         run.finish()
+        time.sleep(1.1)  # W&B names its folders by the second
     return folder
 
 
