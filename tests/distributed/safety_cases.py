@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 import resource
@@ -128,7 +127,8 @@ def interrupted_latest(folder: str) -> dict[int, float]:
 def load(how: str, path: str, plain: bool = False) -> tuple[str, str, float]:
     """Load a damaged file, in each of the ways that Composer has."""
     verdict.ARRIVAL_LIMIT_SEC = 2.0
-    gc.collect()  # Trainers that failed to be made: their check would look at the file for plain Composer, too
+    if plain:  # a Trainer that failed to be made is not closed, and its check would look at the file, too
+        os.environ.pop('CHECKPOINT_VALIDATION_FUNCTION', None)
     if how == 'autoresume':
         return error_of(trainer_of, os.path.dirname(path), plain, autoresume=True)
     if how == 'LoadCheckpoint':
