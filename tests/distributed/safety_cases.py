@@ -9,6 +9,7 @@ import signal
 import time
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import torch
 from composer import Callback, Trainer
@@ -127,13 +128,14 @@ def interrupted_latest(folder: str) -> dict[int, float]:
 def load(how: str, path: str, plain: bool = False) -> tuple[str, str, float]:
     """Load a damaged file, in each of the ways that Composer has."""
     verdict.ARRIVAL_LIMIT_SEC = 2.0
-    if plain:  # a Trainer that failed to be made is not closed, and its check would look at the file, too
-        os.environ.pop('CHECKPOINT_VALIDATION_FUNCTION', None)
     if how == 'autoresume':
         return error_of(trainer_of, os.path.dirname(path), plain, autoresume=True)
     if how == 'LoadCheckpoint':
         return error_of(trainer_of, None, plain, callbacks=[LoadCheckpoint(path)])
-    return error_of(trainer_of, None, plain, load_path=path)
+    with mock.patch.dict(os.environ):
+        if plain:  # a Trainer that failed to be made is not closed, and its check would look at the file, too
+            os.environ.pop('CHECKPOINT_VALIDATION_FUNCTION', None)
+        return error_of(trainer_of, None, plain, load_path=path)
 
 
 CALLS: list[str] = []
