@@ -149,6 +149,8 @@ def users_validation(path, specs) -> bool:
 
 def users_function_is_kept(path: str) -> tuple[str, str, float]:
     """The user's own function is called, its refusal is heard on all ranks, and it stays named."""
+    verification._open.clear()  # of Trainers that failed to be made
+    os.environ.pop('CHECKPOINT_VALIDATION_FUNCTION', None)
     variable, ours = 'CHECKPOINT_VALIDATION_FUNCTION', f'{__name__}.users_validation'
     os.environ[variable] = ours
     CALLS.clear()
