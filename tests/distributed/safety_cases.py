@@ -19,7 +19,7 @@ from composer.utils import RemoteFilesExistingCheckStatus, dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import CheckpointError, DeepSpeed
-from composer_ds.checkpoint import save_checkpoint, verdict
+from composer_ds.checkpoint import save_checkpoint, verdict, verification
 from tests.distributed.trainer_cases import Classifier
 
 
