@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from composer.core import Event, State, TimeUnit
 from composer.loggers import Logger
@@ -87,8 +87,9 @@ class Clock:
         for callback in self.state.callbacks:
             saver: Any = callback  # Composer's, ours, or the user's own
             interval: Any = getattr(saver, 'save_interval', None)
-            if interval is not None and not isinstance(interval, _BetweenWindows):
-                saver.save_interval = _BetweenWindows(interval, self.window)
+            # One that is no function (a string, say) is the affair of its callback.
+            if callable(interval) and not isinstance(interval, _BetweenWindows):
+                saver.save_interval = _BetweenWindows(cast(Any, interval), self.window)
 
     def batch_start(self) -> None:
         """Begin a batch."""

@@ -10,7 +10,8 @@ from composer.core import State
 from composer.utils import dist
 
 from composer_ds.announcements import beside_bars
-from composer_ds.errors import ComposerDSError, TrainingError
+from composer_ds.errors import TrainingError
+from composer_ds.running import running_deepspeed
 
 __all__ = ['OptimizerSteps', 'optimizer_steps']
 
@@ -125,8 +126,4 @@ def optimizer_steps(state: State) -> OptimizerSteps:
     Raises:
         ComposerDSError: When there is no ``DeepSpeed`` among the algorithms.
     """
-    for algorithm in state.algorithms:
-        steps = getattr(algorithm, 'optimizer_steps', None)
-        if isinstance(steps, OptimizerSteps):
-            return steps
-    raise ComposerDSError('optimizer_steps(state): the Trainer has no DeepSpeed among its algorithms')
+    return running_deepspeed(state, 'optimizer_steps(state)').optimizer_steps

@@ -6,8 +6,6 @@ tensor with this rank's part beside it, ``parameter.ds_tensor``. It is *waiting*
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from composer_ds.deepspeed_output import quieten_logger
 from composer_ds.errors import ConfigError
 from composer_ds.facts import offload_device
 from composer_ds.scalars import scalars_as_vectors
@@ -71,7 +70,7 @@ def cut(parameters: Iterable[torch.nn.Parameter], zero: Mapping[str, Any]) -> No
     """
     import deepspeed
 
-    logging.getLogger('DeepSpeed').setLevel(os.environ.get('DEEPSPEED_LOG_LEVEL', 'WARNING').upper())
+    quieten_logger({})
     holder, devices = torch.nn.Module(), {}
     for index, parameter in enumerate(parameters):
         holder.register_parameter(str(index), parameter)

@@ -17,9 +17,9 @@ from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist, format_name_with_dist, format_name_with_dist_and_time
 
 from composer_ds.announcements import announce, announce_saved, describe_duration
+from composer_ds.checkpoint.agreement import agreeing
 from composer_ds.errors import ConfigError
 from composer_ds.running import running_deepspeed
-from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.choice import later_ones
 from composer_ds.sharded.preemption import Preemption, SaveInterval
 from composer_ds.sharded.remote import RemoteFolder

@@ -12,6 +12,7 @@ from typing import Any
 from composer.core import State
 from composer.utils import checkpoint, dist, reproducibility
 
+from composer_ds.checkpoint.agreement import cause_of
 from composer_ds.checkpoint.atomic import discard, publish, temporary_path
 from composer_ds.checkpoint.stream import write_stream
 from composer_ds.consolidation import PendingTensor, PendingTensorRead, consolidating_later
@@ -152,7 +153,7 @@ def _raise_together(error: Exception | None, path: str, latest: str | None) -> N
 
 
 def _report(error: Exception, path: str, latest: str | None) -> str:
-    cause = _cause(error)
+    cause = cause_of(error)
     if isinstance(cause, OSError) and cause.errno is not None:
         reason = f'{os.strerror(cause.errno)} ({errno.errorcode.get(cause.errno, cause.errno)})'
     else:
@@ -165,16 +166,6 @@ def _report(error: Exception, path: str, latest: str | None) -> str:
     if isinstance(cause, OSError):
         sentences.append('Make room, keep fewer (save_num_checkpoints_to_keep) or change save_folder, and resume.')
     return ' '.join(sentences)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Find what the operating system said: torch raises an error of its own while it handles that one."""
-    chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or one.__context__
-    return next((one for one in chain if isinstance(one, OSError)), error)
 
 
 def _sizes(path: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from composer_ds.checkpoint.atomic import flush_folder, temporary_path
 from composer_ds.checkpoint.source import CheckpointSource
 from composer_ds.errors import CheckpointError, ConfigError
 
@@ -36,7 +37,7 @@ class Output:
         self.given = path
         self.path = Path(os.path.abspath(path))
         self.is_file = path.suffix == '.pt'
-        self._work = self.path.with_name('.incomplete-' + self.path.name)
+        self._work = Path(temporary_path(str(self.path)))
         if path.suffix in ('.safetensors', '.bin', '.pth', '.ckpt'):
             raise ConfigError(f'{path}: give a folder, for safetensors files, or a file whose name ends in .pt')
         if not os.path.lexists(self.path):
@@ -107,11 +108,7 @@ class Output:
             os.rename(self._work, self.path)
         else:
             self._replace_folder()
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush_folder(self.path.parent)
 
     def _replace_folder(self) -> None:
         """Replace old weights; other files of the folder stay."""

@@ -13,8 +13,8 @@ from composer.core import State
 from composer.utils import dist as composer_dist
 from composer.utils import format_name_with_dist
 
+from composer_ds.checkpoint.agreement import agreeing
 from composer_ds.errors import CheckpointError, ConfigError
-from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.remote import RemoteFolder, discard_download
 from composer_ds.sharded.siblings import complete_ones, newest_of
 

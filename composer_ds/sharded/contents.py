@@ -11,12 +11,12 @@ import torch
 from composer.core import State
 from composer.utils import dist, ensure_tuple, reproducibility
 
+from composer_ds.checkpoint.agreement import agreeing
 from composer_ds.consolidation import PendingTensor, consolidating_later
 from composer_ds.errors import CheckpointError
 from composer_ds.faces import ModelFace, OptimizerFace
 from composer_ds.frozen import run_of_frozen
 from composer_ds.partitions import Partitions, full_numel, full_shape
-from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.manifest import TensorEntry, state_key, weights_key
 from composer_ds.sharded.run_tensor import RunTensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from composer_ds.sharded.manifest import MANIFEST, FileEntry, Manifest
 from composer_ds.sharded.siblings import put_in_place, temporary_folder, write_durably
 
-__all__ = ['ChecksumWriter', 'begin', 'file_entry', 'finish']
+__all__ = ['ChecksumWriter', 'file_entry', 'finish']
 
 # DCP (torch 2.7) asks for tensor.storage() itself, and the user can do nothing about it. Not catch_warnings around the
 # write: it changes the filters of all threads.
@@ -24,7 +23,7 @@ warnings.filterwarnings(
     'ignore', 'TypedStorage is deprecated', UserWarning, r'torch\.distributed\.checkpoint\.filesystem'
 )
 
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**22
 
 
 class ChecksumWriter(FileSystemWriter):
@@ -80,11 +79,12 @@ class _ChecksumStream:
         return getattr(self._stream, name)
 
 
-def file_entry(path: Path) -> FileEntry:
+def file_entry(path: Path, tell: Callable[[int], None] = lambda _: None) -> FileEntry:
     """Read a file for its length and checksum.
 
     Args:
         path (Path): The file.
+        tell (Callable[[int], None]): Called with the number of bytes that were read since. Default: does nothing.
 
     Returns:
         FileEntry: For the manifest, or to compare with it.
@@ -94,23 +94,8 @@ def file_entry(path: Path) -> FileEntry:
         while block := file.read(_BLOCK_BYTES):
             crc32 = zlib.crc32(block, crc32)
             size_bytes += len(block)
+            tell(len(block))
     return FileEntry(size_bytes=size_bytes, crc32=crc32)
-
-
-def begin(folder: Path) -> Path:
-    """Make the temporary folder of a checkpoint; what a killed save left under this name is removed.
-
-    Args:
-        folder (Path): The checkpoint.
-
-    Returns:
-        Path: Where to write.
-    """
-    temporary = temporary_folder(folder)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    return temporary
 
 
 def finish(folder: Path, manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ from composer.utils import ensure_tuple
 from composer.utils.dist import get_local_rank
 
 from composer_ds.announcements import announce, describe_duration, describe_optimizer_steps, describe_saved_by
+from composer_ds.checkpoint.agreement import agreeing
 from composer_ds.checkpoint.source import CheckpointSource
 from composer_ds.checkpoint.sources import open_source
 from composer_ds.checkpoint.verification import take_loaded_path
@@ -26,7 +27,6 @@ from composer_ds.faces import OptimizerFace
 from composer_ds.frozen import write_frozen
 from composer_ds.partitions import Fragment, full_shape
 from composer_ds.progress import bar_if_long
-from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.choice import LoadSharded, chosen_path
 from composer_ds.sharded.contents import named_tensors
 from composer_ds.sharded.fit import names_in_checkpoint, problems_of_optimizer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from composer.utils import ObjectStoreTransientError, dist, maybe_create_object_store_from_uri, parse_uri, retry
 
+from composer_ds.checkpoint.agreement import agreeing
 from composer_ds.errors import CheckpointError
-from composer_ds.sharded.agreement import agreeing
 from composer_ds.sharded.manifest import LATEST, MANIFEST, Manifest, read_manifest
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from composer_ds.checkpoint.source import StoredTensor
 from composer_ds.checkpoint.unpickling import load
 from composer_ds.errors import CheckpointError
 from composer_ds.sharded.dcp_metadata import METADATA, read_metadata
+from composer_ds.sharded.files import file_entry
 from composer_ds.sharded.manifest import (
     LATEST,
     MANIFEST,
     STATE,
-    FileEntry,
     Manifest,
     read_manifest,
     state_key,
@@ -28,8 +27,6 @@ from composer_ds.sharded.manifest import (
 )
 
 __all__ = ['ShardedSource']
-
-_BLOCK_BYTES = 2**22
 
 
 class ShardedSource:
@@ -168,18 +165,13 @@ class ShardedSource:
         Returns:
             str | None: What is wrong, as the end of a sentence; None for nothing, or a file that is missing.
         """
-        entry: FileEntry = self.manifest.files[name]
-        crc32 = 0
         try:
-            with open(self.path / name, 'rb') as file:
-                while block := file.read(_BLOCK_BYTES):
-                    crc32 = zlib.crc32(block, crc32)
-                    tell(len(block))
+            found = file_entry(self.path / name, tell)
         except FileNotFoundError:
             return None
         except OSError as error:
             return f'cannot be read: {error}'
-        return None if crc32 == entry.crc32 else 'does not match its checksum'
+        return None if found.crc32 == self.manifest.files[name].crc32 else 'does not match its checksum'
 
     def _require_undamaged(self, name: str) -> None:
         if not (self.path / name).exists():

@@ -23,13 +23,15 @@ from composer.utils.dist import get_global_rank, get_local_rank
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from composer_ds.checkpoint.agreement import agreeing, cause_of
+from composer_ds.checkpoint.folder import begin_folder
 from composer_ds.checkpoint.stream import write_stream
 from composer_ds.errors import CheckpointError
 from composer_ds.progress import bar_if_long
 from composer_ds.running import running_deepspeed
-from composer_ds.sharded.agreement import agreeing, cause_of
 from composer_ds.sharded.contents import Contents, collect
-from composer_ds.sharded.files import ChecksumWriter, begin, file_entry, finish
+from composer_ds.sharded.dcp_metadata import METADATA
+from composer_ds.sharded.files import ChecksumWriter, file_entry, finish
 from composer_ds.sharded.manifest import LATEST, STATE, FileEntry, Manifest
 from composer_ds.sharded.siblings import point_latest, temporary_folder
 
@@ -46,13 +48,11 @@ class Save:
         folder (Path): The checkpoint, alike on all ranks.
         group (dist.ProcessGroup): Of all ranks, on the CPU, used by nobody else.
         weights_only (bool): Whether to leave out everything but the model.
-        latest (bool): Whether to move ``latest``.
     """
 
     folder: Path
     group: dist.ProcessGroup
     weights_only: bool = False
-    latest: bool = True
 
     def prepare(self, state: State, to_host: bool) -> None:
         """Collect what is written, and write ``state.pt``. The engine may go on afterwards if it was copied to host.
@@ -114,7 +114,7 @@ class Save:
             if self.is_first_of_folder:
                 finish(self.folder, manifest)
         with agreeing(self.group, self._report_latest):
-            if self.is_first_of_folder and self.latest:
+            if self.is_first_of_folder:
                 point_latest(self.folder)
 
     def _begin(self) -> None:
@@ -124,10 +124,10 @@ class Save:
         self.is_first_of_folder = get_global_rank() == 0
         with self._agreeing():
             if get_global_rank() == 0:
-                (begin(self.folder) / token[0]).touch()
+                (begin_folder(self.folder) / token[0]).touch()
         with self._agreeing():
             if get_local_rank() == 0 and not (self.temporary / token[0]).exists():
-                begin(self.folder)
+                begin_folder(self.folder)
                 self.is_first_of_folder = True
         with self._agreeing():
             if get_global_rank() == 0:
@@ -142,7 +142,7 @@ class Save:
         with self._agreeing():
             content: list[Any] = [None]
             if get_global_rank() == 0:
-                names = [name for name in ('.metadata', STATE) if (self.temporary / name).exists()]
+                names = [name for name in (METADATA, STATE) if (self.temporary / name).exists()]
                 content = [{name: (self.temporary / name).read_bytes() for name in names}]
             dist.broadcast_object_list(content, src=0, group=self.group)
             if self.is_first_of_folder and get_global_rank() != 0:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from composer_ds.checkpoint.folder import begin_folder
 from composer_ds.errors import CheckpointError
 from composer_ds.sharded import remote, siblings
-from composer_ds.sharded.files import begin, file_entry, finish
+from composer_ds.sharded.files import file_entry, finish
 from composer_ds.sharded.manifest import LATEST, MANIFEST, Manifest
 
 CALLS = ('fsync', 'replace', 'unlink', 'rmdir', 'mkdir')
@@ -42,7 +43,7 @@ def _manifest(batch: int, run: str) -> Manifest:
 def _save(folder: Path, batch: int, run: str, name: str | None = None, keep: int = -1) -> None:
     """Save as the saver does, with a file for each rank."""
     path = folder / (name or f'ba{batch}')
-    temporary = begin(path)
+    temporary = begin_folder(path)
     files = {}
     for rank in range(2):
         (temporary / f'__{rank}_0.distcp').write_text(run * 1000)

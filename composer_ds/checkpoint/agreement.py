@@ -47,7 +47,7 @@ def _is_own(error: BaseException | None, group: dist.ProcessGroup | None) -> boo
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Find what the operating system said: DCP collects the errors of all ranks in one of its own.
+    """Find what the operating system said: torch raises an error of its own, and DCP one with those of all ranks.
 
     Args:
         error (BaseException): What was raised.
