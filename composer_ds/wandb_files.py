@@ -9,13 +9,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from composer_ds.errors import EnvironmentProblem
 
-__all__ = ['last_step', 'lives_of_run', 'read_records']
+__all__ = ['last_step', 'lives_of_run', 'read_records', 'wait_for_own_folder']
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -74,6 +76,19 @@ def lives_of_run(folder: Path, run_id: str) -> list[Path]:
     # Folders are named (offline-)run-DATE_TIME-ID.
     found = folder.glob(f'*run-*-{run_id}/run-{run_id}.wandb')
     return sorted(found, key=lambda path: path.parent.name.removeprefix('offline-'))
+
+
+def wait_for_own_folder(parent: Path, run_id: str) -> None:
+    """Wait, less than a second, until a run that starts does not write over its own last start.
+
+    W&B names folders by the second, and writes over one that is there: two starts in the same second would be one.
+
+    Args:
+        parent (Path): The folder that W&B's folder is in.
+        run_id (str): The run.
+    """
+    while any(parent.glob(f'*wandb/*run-{datetime.now():%Y%m%d_%H%M%S}-{run_id}')):
+        time.sleep(0.05)
 
 
 def _inspect(*arguments: str) -> subprocess.CompletedProcess[str]:

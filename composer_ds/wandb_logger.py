@@ -14,7 +14,7 @@ from composer.utils import dist
 from composer_ds.announcements import announce
 from composer_ds.errors import EnvironmentProblem
 from composer_ds.wandb_description import describe
-from composer_ds.wandb_files import last_step, lives_of_run
+from composer_ds.wandb_files import last_step, lives_of_run, wait_for_own_folder
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -120,11 +120,14 @@ class WandBLogger(composer.loggers.WandBLogger):
             os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')
         import wandb
 
+        folder = Path(options.get('dir') or '.')
         try:
             # wandb would write to a temporary folder instead of making this one.
-            Path(options.get('dir') or '.').mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentProblem(f'loggers.wandb.init_kwargs.dir: cannot make the folder: {error}') from error
+        if options.get('id'):
+            wait_for_own_folder(folder, options['id'])
         try:
             run = wandb.init(**options)
         except wandb.Error as error:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from composer_ds.report.command import read_run
-from composer_ds.wandb_files import lives_of_run, read_records
+from composer_ds.wandb_files import lives_of_run, read_records, wait_for_own_folder
 from tests.distributed import wandb_cases
 
 
@@ -90,3 +91,13 @@ def test_x_axis_plan_and_checkpoints_are_in_the_run(two_ranks, tmp_path):
     assert {entry['path'] for entry in found[str(sharded)]['manifest']['contents']} == {
         str(inner.relative_to(sharded)) for inner in sharded.rglob('*') if inner.is_file()
     }
+
+
+def test_two_starts_in_one_second_are_two_files(tmp_path):
+    """W&B names folders by the second, and would write over the first."""
+    for value in range(3):
+        wait_for_own_folder(tmp_path, 'same')
+        settings = wandb.Settings(console='off', silent=True)
+        with wandb.init(project='p', id='same', resume='allow', mode='offline', dir=tmp_path, settings=settings) as run:
+            run.log({'value': value})
+    assert [item['item']['value'] for file in _lives(tmp_path) for item in _of_type(file, 'history')] == [0, 1, 2]
