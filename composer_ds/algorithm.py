@@ -53,6 +53,7 @@ from composer_ds.faces import ScalerFace
 from composer_ds.facts import Settings
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
+from composer_ds.plan_record import log_record
 from composer_ds.resumption import LoadSharded, load_what_is_chosen, read_load_sharded, refuse_two_checkpoints
 from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of
 
@@ -184,6 +185,7 @@ class DeepSpeed(Algorithm):
         state.algorithms = [part for part in state.algorithms if not isinstance(part, GradientClipping)]
         self._assembly = assemble(state, logger, plan, self.optimizer_steps, self.max_consecutive_skipped_steps)
         self.ds_engine = self._assembly.ds_engine
+        log_record(plan, logger)
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None

@@ -14,6 +14,7 @@ from composer.utils import dist, ensure_tuple
 from composer_ds.autocast import autocast_inside
 from composer_ds.checkpoint import save_safely, verify_loads
 from composer_ds.clock import Clock
+from composer_ds.console import Console
 from composer_ds.counts import OptimizerSteps
 from composer_ds.ema import partition_averages
 from composer_ds.empty_parameters import EmptyParameters
@@ -133,7 +134,9 @@ def assemble(
     if plan.precision == 'amp_fp16':
         state.scaler = ScalerFace(ds_engine)
     window, loss_scale = Window(ds_engine), LossScale(ds_engine.optimizer)
-    clock = Clock(state, logger, optimizer_steps, window, loss_scale, max_consecutive_skipped_steps)
+    console = Console(optimizer_steps, window)
+    state.callbacks.append(console)
+    clock = Clock(state, logger, optimizer_steps, window, loss_scale, max_consecutive_skipped_steps, console)
     state.optimizers = optimizer_face(
         client, ds_engine, optimizer, gradients, even_microbatches, window, loss_scale, clock.after_optimizer_step
     )

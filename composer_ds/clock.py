@@ -11,13 +11,13 @@ from composer.utils import dist
 
 from composer_ds.announcements import announce, describe_optimizer_steps, describe_saved_by
 from composer_ds.checkpoint.verification import take_loaded_path
-from composer_ds.console import Console
 from composer_ds.events import run_optimizer_step_event
 from composer_ds.faces.scheduler import SchedulerFace, StateInOptimizerSteps, scheduler_face
 from composer_ds.loss_scaling import LossScale
 from composer_ds.running import running_deepspeed
 
 if TYPE_CHECKING:
+    from composer_ds.console import Console
     from composer_ds.counts import OptimizerSteps
     from composer_ds.faces.optimizer import OptimizerFace
     from composer_ds.windows import Window
@@ -35,6 +35,7 @@ class Clock:
         window (Window): The batches of an optimizer step.
         loss_scale (LossScale): Of the engine.
         max_consecutive_skipped_steps (int | None): When to give up.
+        console (Console): Shows the counts.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Clock:
         window: Window,
         loss_scale: LossScale,
         max_consecutive_skipped_steps: int | None,
+        console: Console,
     ):
         self.state = state
         self.logger = logger
@@ -52,10 +54,9 @@ class Clock:
         self.window = window
         self.loss_scale = loss_scale
         self.limit = max_consecutive_skipped_steps
+        self.console = console
         self._settled = steps.applied
         self._saved_by: dict[str, int] = {}
-        self._console = Console(steps, window)
-        state.callbacks.append(self._console)
 
     @property
     def optimizer(self) -> OptimizerFace:
@@ -115,7 +116,7 @@ class Clock:
         else:
             self.logger.log_metrics({'optimizer_steps/skipped': steps.skipped})
             steps.check_skipped(self.limit, self.loss_scale.at_floor)
-        self._console.after_optimizer_step()
+        self.console.after_optimizer_step()
 
     def settle(self, event: Event) -> None:
         """Settle the batch that is over; step a short window when it was the last. Called at ``BATCH_END`` and later.

@@ -106,9 +106,19 @@ SECTIONS = (
         ),
     ),
     Section(
-        'Memory and communication of a rank',
+        'Memory and communication',
         (
-            Panel('Memory', tuple(f'zero_memory/{kind}' for kind in _KINDS), unit='bytes', is_stacked=True),
+            Panel(
+                'Memory of each rank',
+                ('zero_memory/total/rank*', 'zero_memory/total/highest', 'zero_memory/total/lowest'),
+                unit='bytes',
+            ),
+            Panel(
+                'Memory of the rank that logs',
+                tuple(f'zero_memory/{kind}' for kind in _KINDS),
+                unit='bytes',
+                is_stacked=True,
+            ),
             Panel('Memory, against the prediction', ('zero_memory/total', 'zero_memory/predicted/total'), unit='bytes'),
             Panel('Peak of allocated memory', ('zero_memory/peak_allocated', 'zero_memory/activations'), unit='bytes'),
             Panel(

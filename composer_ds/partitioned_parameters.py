@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from composer_ds.deepspeed_output import quieten_logger
+from composer_ds.deepspeed_output import quiet_output, quieten_logger
 from composer_ds.errors import ConfigError
 from composer_ds.facts import offload_device
 from composer_ds.scalars import scalars_as_vectors
@@ -68,8 +68,6 @@ def cut(parameters: Iterable[torch.nn.Parameter], zero: Mapping[str, Any]) -> No
         parameters (Iterable[torch.nn.Parameter]): Whole and not on the meta device.
         zero (Mapping[str, Any]): ``offload_param`` and the keys of ``PARTITION_SETTINGS``, where they are given.
     """
-    import deepspeed
-
     quieten_logger({})
     holder, devices = torch.nn.Module(), {}
     for index, parameter in enumerate(parameters):
@@ -78,7 +76,9 @@ def cut(parameters: Iterable[torch.nn.Parameter], zero: Mapping[str, Any]) -> No
     # The engine's own settings say later whether torch.nn.functional.linear is replaced: see hand_over.
     section = {**zero, 'stage': 3, 'memory_efficient_linear': False}
     config = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': section}
-    with scalars_as_vectors(devices, 3):
+    with quiet_output(), scalars_as_vectors(devices, 3):
+        import deepspeed
+
         deepspeed.zero.Init(module=holder, config_dict_or_path=config, dtype=torch.float32)
     for parameter, device in devices.items():
         waiting = Waiting(dict(zero), device, parameter._version, parameter.ds_tensor._version)  # pyright: ignore

@@ -7,13 +7,30 @@ import platform
 from typing import Any
 
 import torch
+from composer.loggers import ConsoleLogger, Logger, ProgressBarLogger
 from composer.utils import dist
 
 from composer_ds.ownership import Plan
+from composer_ds.plan_keys import ENVIRONMENT, PLAN
 
-__all__ = ['environment_record', 'plan_record']
+__all__ = ['environment_record', 'log_record', 'plan_record']
 
 _PACKAGES = ('composer-ds', 'mosaicml', 'deepspeed', 'torch', 'wandb')
+
+
+def log_record(plan: Plan, logger: Logger) -> None:
+    """Give the plan and the environment to whatever logs, as hyperparameters. Called on every rank.
+
+    The terminal is left out: it has the plan's block.
+
+    Args:
+        plan (Plan): What is run.
+        logger (Logger): Composer's logger.
+    """
+    record = {PLAN: plan_record(plan), ENVIRONMENT: environment_record()}
+    for destination in logger.destinations:
+        if not isinstance(destination, ConsoleLogger | ProgressBarLogger):
+            destination.log_hyperparameters(record)
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""What a W&B run says about itself: its x-axes, plan and environment."""
+"""What a W&B run says about itself, with DeepSpeed or without: its x-axes and the environment."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from composer_ds.panels import OPTIMIZER_STEPS
-from composer_ds.plan_keys import ENVIRONMENT, PLAN
+from composer_ds.plan_keys import ENVIRONMENT
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -19,23 +19,18 @@ _FAMILIES = (
 
 
 def describe(run: Any, state: State) -> None:
-    """Describe a run that was just started. Called on the ranks that log, when the plan is settled.
+    """Describe a run that was just started. Called on the ranks that log.
 
     Args:
         run (Any): The ``wandb.Run``.
         state (State): Composer's state.
     """
     # These take seconds to import.
-    from composer_ds.algorithm import DeepSpeed
     from composer_ds.callbacks.monitor import Monitor
-    from composer_ds.plan_record import environment_record, plan_record
+    from composer_ds.plan_record import environment_record
 
     if any(isinstance(callback, Monitor) for callback in state.callbacks):
         run.define_metric(OPTIMIZER_STEPS)
         for family in _FAMILIES:
             run.define_metric(f'{family}/*', step_metric=OPTIMIZER_STEPS)
-    described: dict[str, Any] = {ENVIRONMENT: environment_record()}
-    for algorithm in state.algorithms:
-        if isinstance(algorithm, DeepSpeed) and algorithm.plan is not None:
-            described[PLAN] = plan_record(algorithm.plan)
-    run.config.update(described, allow_val_change=True)
+    run.config.update({ENVIRONMENT: environment_record()}, allow_val_change=True)

@@ -20,6 +20,9 @@ from composer_ds.running import running_deepspeed
 
 __all__ = ['ZeroMemoryMonitor']
 
+_MOST_RANKS = 16
+"""With more each rank has no key of its own."""
+
 
 class ZeroMemoryMonitor(Monitor):
     """Counts the tensors of the engine in every n-th optimizer step, when all backward passes are done.
@@ -28,7 +31,8 @@ class ZeroMemoryMonitor(Monitor):
     ``composer-ds check``, for the backward pass in which a bucket of gradients is reduced: an upper bound for the
     total, since it includes copies that exist only then, and the weights that ZeRO 3 has gathered. In that moment some
     gradients lie in communication buffers, so these two kinds may differ from what is counted here. The optimizer makes
-    its state in the first update, so the first optimizer step of a ``fit`` is not counted.
+    its state in the first update, so the first optimizer step of a ``fit`` is not counted. The ranks exchange their
+    totals, so that the rank that logs can show them all.
 
     +------------------------------------------+--------------------------------------------------------------------+
     | Key                                      | Logged data, in bytes of this rank                                 |
@@ -49,7 +53,13 @@ class ZeroMemoryMonitor(Monitor):
     +------------------------------------------+--------------------------------------------------------------------+
     | ``zero_memory/total``                    | All of these                                                       |
     +------------------------------------------+--------------------------------------------------------------------+
-    | ``zero_memory/in_host_memory``           | Of it, in host memory. Only on a GPU                               |
+    | ``zero_memory/total/rank{N}``            | The total of each rank. Only on 2 to 16 ranks                      |
+    +------------------------------------------+--------------------------------------------------------------------+
+    | ``zero_memory/total/lowest``             | The lowest of all ranks. Only on several ranks, here and below     |
+    +------------------------------------------+--------------------------------------------------------------------+
+    | ``zero_memory/total/highest``            | The highest. Only on several ranks                                 |
+    +------------------------------------------+--------------------------------------------------------------------+
+    | ``zero_memory/in_host_memory``           | Of this rank's total, in host memory. Only on a GPU                |
     +------------------------------------------+--------------------------------------------------------------------+
     | ``zero_memory/predicted/weights``        | Weights and the model's buffers                                    |
     +------------------------------------------+--------------------------------------------------------------------+
@@ -71,6 +81,8 @@ class ZeroMemoryMonitor(Monitor):
     +------------------------------------------+--------------------------------------------------------------------+
     | ``zero_memory/peak_allocated``           | The most that torch has allocated on the GPU since the process     |
     |                                          | began, or since somebody reset it. Only on a GPU                   |
+    +------------------------------------------+--------------------------------------------------------------------+
+    | ``zero_memory/peak_allocated/highest``   | The highest peak of all ranks. Only on a GPU, with several ranks   |
     +------------------------------------------+--------------------------------------------------------------------+
     | ``zero_memory/activations``              | The peak without the tensors above that are on the GPU: activations|
     |                                          | and everything temporary. Only on a GPU; a CPU does not tell       |
@@ -127,6 +139,8 @@ class ZeroMemoryMonitor(Monitor):
     def optimizer_step(self, state: State, logger: Logger) -> None:
         """Keep what was counted in this optimizer step. Called on every rank, after each that was applied.
 
+        Collective, in the optimizer steps that are counted.
+
         Args:
             state (State): Composer's state.
             logger (Logger): Composer's logger.
@@ -134,10 +148,12 @@ class ZeroMemoryMonitor(Monitor):
         if not self._counted:
             return
         counted, self._counted, self._is_first = self._counted, {}, False
+        peak = 0
         if state.device.name == 'gpu':
             peak = torch.cuda.max_memory_allocated()
             on_device = counted['zero_memory/total'] - counted['zero_memory/in_host_memory']
             counted |= {'zero_memory/peak_allocated': peak, 'zero_memory/activations': peak - on_device}
+        counted |= _of_all_ranks(int(counted['zero_memory/total']), peak, state)
         self.pending = {'optimizer_steps/applied': optimizer_steps(state).applied, **counted}
 
     def _measure(self) -> dict[str, float]:
@@ -156,6 +172,19 @@ class ZeroMemoryMonitor(Monitor):
             metrics['zero_memory/in_host_memory'] = sum(by_place.get('cpu', 0) for by_place in places.values())
         metrics |= {f'zero_memory/predicted/{kind}': count for kind, count in predicted.items()}
         return metrics | {f'zero_memory/ratio/{kind}': compared[kind] / predicted[kind] for kind in compared}
+
+
+def _of_all_ranks(total: int, peak: int, state: State) -> dict[str, float]:
+    if dist.get_world_size() == 1:
+        return {}
+    own = state.device.tensor_to_device(torch.tensor([total, peak]))
+    totals, peaks = torch.stack(list(dist.all_gather(own))).T.tolist()
+    found = {'zero_memory/total/lowest': min(totals), 'zero_memory/total/highest': max(totals)}
+    if len(totals) <= _MOST_RANKS:
+        found |= {f'zero_memory/total/rank{rank}': one for rank, one in enumerate(totals)}
+    if peak:
+        found['zero_memory/peak_allocated/highest'] = max(peaks)
+    return found
 
 
 def _sizes_of_engine(ds_engine: Any) -> ModelSizes:

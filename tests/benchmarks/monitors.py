@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument('--ranks', type=int, default=2, help='processes (default: 2)')
     parser.add_argument('--batches', type=int, default=80, help='optimizer steps, half of them with the monitor')
     parser.add_argument('--stages', type=int, nargs='+', default=[1, 2, 3], help='ZeRO stages')
-    parser.add_argument('--kinds', nargs='+', default=list(monitors_cases.KINDS), help='monitors')
+    parser.add_argument(
+        '--kinds', nargs='+', choices=monitors_cases.KINDS, default=list(monitors_cases.KINDS), help='monitors'
+    )
     options = parser.parse_args()
     title = f'{options.layers} x Linear({options.width}), AdamW, {options.ranks} ranks, an optimizer step'
     table = Table(title=title)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from composer import Callback, ComposerModel, DataSpec, Trainer
 from composer.algorithms import GradientClipping
-from composer.loggers import InMemoryLogger
+from composer.loggers import FileLogger, InMemoryLogger
 from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_ds import ConfigError, DeepSpeed
 from composer_ds.callbacks import CommunicationMonitor, DeepSpeedMonitor, ZeroMemoryMonitor
+from composer_ds.plan_record import plan_record
 from tests.distributed.clock_cases import Slope, slope_data
 from tests.distributed.fp16_cases import fp16_on_this_cpu
 from tests.distributed.parity_cases import CASES, OPTIMIZERS, STRATEGIES, FindUnusedParameters, Regression, _vectors
@@ -265,6 +266,26 @@ def uneven(strategy: str) -> list[tuple[int, dict[str, float]]]:
     trainer.fit()
     trainer.close()
     return log.calls
+
+
+def record(filename: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Build a Trainer that logs to a file and to memory; return the plan, and what memory has of hyperparameters."""
+    case = CASES['divides']
+    memory, algorithm = InMemoryLogger(), DeepSpeed(zero_stage=2)
+    model = case.model()
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+        train_dataloader=case.loader(case.dataset()),
+        max_duration='1ba',
+        device='cpu',
+        algorithms=[algorithm],
+        loggers=[memory, FileLogger(filename, capture_stdout=False, capture_stderr=False)],
+    )
+    trainer.fit()
+    trainer.close()
+    assert algorithm.plan is not None
+    return plan_record(algorithm.plan), memory.hyperparameters
 
 
 def refusal(monitor: str) -> str:

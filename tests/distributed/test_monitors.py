@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from composer_ds.callbacks import CommunicationMonitor, DeepSpeedMonitor, ZeroMemoryMonitor
+from composer_ds.report.command import read_run
 from tests.distributed import monitor_cases
 from tests.distributed.parity_cases import CASES, STAGES_AND_OFFLOAD
 
@@ -103,7 +104,10 @@ def test_exactly_the_keys_of_the_tables_are_logged(two_ranks, one_rank):
     always = {key for key, meaning in table.items() if 'Only' not in meaning}
     _assert_keys(one_rank.run(monitor_cases.keys, 'Communication', {'interval': 1}, {'zero_stage': 3})[0], always)
 
-    always = {key for key, meaning in _table(ZeroMemoryMonitor).items() if 'Only on a GPU' not in meaning}
+    table = _table(ZeroMemoryMonitor)
+    on_a_cpu = {key for key, meaning in table.items() if 'Only on a GPU' not in meaning}
+    _assert_keys(two_ranks.run(monitor_cases.keys, 'ZeroMemory', {}, {'zero_stage': 3})[0], on_a_cpu)
+    always = {key for key, meaning in table.items() if 'Only' not in meaning}
     _assert_keys(one_rank.run(monitor_cases.keys, 'ZeroMemory', {}, {'zero_stage': 3})[0], always)
 
 
@@ -197,7 +201,8 @@ def test_bytes_that_are_held(two_ranks, zero_stage: int, offload: str | None, dt
     settings = {'zero_stage': zero_stage, 'offload_optimizer': offload, 'ds_config': ds_config}
     width = 4 if dtype == 'fp32' else 2
     part = TRAINED // 2 * 4  # a rank's part of all trained parameters, in fp32
-    for rank, found in enumerate(two_ranks.run(monitor_cases.wide, 'ZeroMemory', settings)):
+    of_ranks = two_ranks.run(monitor_cases.wide, 'ZeroMemory', settings)
+    for rank, found in enumerate(of_ranks):
         assert found['zero_memory/weights'] == (TRAINED + FROZEN) * width // (2 if zero_stage == 3 else 1)
         assert found['zero_memory/model_buffers'] == 40
         assert found['zero_memory/master_weights'] == part
@@ -213,8 +218,20 @@ def test_bytes_that_are_held(two_ranks, zero_stage: int, offload: str | None, dt
         assert found['zero_memory/gradients'] == gradients + (part if offload else 0)
         kinds = ('weights', 'model_buffers', 'master_weights', 'optimizer_state', 'gradients', 'communication')
         assert found['zero_memory/total'] == sum(found[f'zero_memory/{kind}'] for kind in kinds)
+        totals = [one['zero_memory/total'] for one in of_ranks]
+        assert [found[f'zero_memory/total/rank{other}'] for other in range(2)] == totals
+        assert [found[f'zero_memory/total/{which}'] for which in ('lowest', 'highest')] == sorted(totals)
         assert found['zero_memory/predicted/optimizer'] == 3 * part
         assert found['zero_memory/ratio/optimizer'] == pytest.approx(1, abs=0.001)
         assert found['zero_memory/ratio/total'] <= 1.001, 'an upper bound'
         if zero_stage < 3:
             assert found['zero_memory/ratio/weights'] == 1
+
+
+def test_every_logger_gets_the_plan(one_rank, tmp_path):
+    file = tmp_path / 'logs-rank0.txt'
+    ((plan, logged),) = one_rank.run(monitor_cases.record, str(file))
+    assert plan['zero_stage'] == 2 and plan['decisions']
+    assert logged['deepspeed_plan'] == plan
+    assert logged['deepspeed_environment']['world_size'] == 1
+    assert read_run(file).config['deepspeed_plan'] == plan

@@ -116,7 +116,7 @@ def test_the_page_has_what_was_logged(runs, tmp_path):
     assert lines(norm)['global'] == {1: 0.25, 2: None, 3: 0.75}  # over optimizer steps; NaN is a gap
     assert norm['layout']['xaxis']['title']['text'] == 'optimizer steps'
     assert lines(panels['Time of an optimizer step']) == {'forward_sec': {1: 0.5, 2: 1.0, 3: 1.5}}  # not the total
-    assert lines(panels['Memory']) == {'weights': {1: 2000, 2: 4000, 3: 6000}}
+    assert lines(panels['Memory of the rank that logs']) == {'weights': {1: 2000, 2: 4000, 3: 6000}}
     assert 'Loss scale' not in panels  # nothing was logged
 
     for text in ('<job>', 'norm <0.5>', PLAN['notes'][0], 'amp_bf16', '1.2.3', 'The run was started 2 times.'):
