@@ -32,7 +32,7 @@ Composer's loop, with what this algorithm does in it::
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from composer.utils import dist, ensure_tuple
 from composer_ds.announcements import announce, block_of
 from composer_ds.assembly import assemble
 from composer_ds.batches import batches_per_optimizer_step
+from composer_ds.checkpoint.node_disks import latest_of, lend
 from composer_ds.counts import OptimizerSteps
 from composer_ds.ds_config import read_ds_config
 from composer_ds.engine import EngineCloser, broadcast_buffers, check_environment
@@ -56,6 +57,7 @@ from composer_ds.ownership import Plan
 from composer_ds.plan_record import log_record
 from composer_ds.resumption import LoadSharded, load_what_is_chosen, read_load_sharded, refuse_two_checkpoints
 from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of
+from composer_ds.trainer_frame import place_of_autoresume
 
 __all__ = ['DeepSpeed']
 
@@ -114,6 +116,8 @@ class DeepSpeed(Algorithm):
         self._assembly: Any = None
         """The ``Assembly``, from ``BEFORE_LOAD`` on."""
         self._counts_were_loaded = False
+        self._give_back: Callable[[], None] = lambda: None
+        """Removes the copy of a checkpoint that another node's disk has."""
         self._handlers = {
             Event.INIT: self._init,
             Event.BEFORE_LOAD: self._before_load,
@@ -186,6 +190,10 @@ class DeepSpeed(Algorithm):
         self._assembly = assemble(state, logger, plan, self.optimizer_steps, self.max_consecutive_skipped_steps)
         self.ds_engine = self._assembly.ds_engine
         log_record(plan, logger)
+        place = place_of_autoresume()
+        latest = None if place is None else latest_of(*place, state.run_name)
+        if latest is not None:
+            self._give_back = lend(state, latest)
 
     def _fit_start(self, state: State, logger: Logger) -> None:
         assert self.plan is not None
@@ -197,6 +205,7 @@ class DeepSpeed(Algorithm):
         announce(block_of(self.plan, state, self._assembly.clock.window.size))
 
     def _after_load(self, state: State, logger: Logger) -> None:
+        self._give_back()
         load_what_is_chosen(self.load_sharded, state, logger)
         self._assembly.clock.after_load(self._counts_were_loaded)
 

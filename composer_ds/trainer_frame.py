@@ -12,7 +12,7 @@ from typing import Any
 
 from composer import Trainer
 
-__all__ = ['given_load_path', 'restore_random_numbers']
+__all__ = ['given_load_path', 'place_of_autoresume', 'restore_random_numbers']
 
 
 def _constructor() -> FrameType:
@@ -31,6 +31,17 @@ def given_load_path() -> str | None:
         str | None: As the user gave it.
     """
     return _constructor().f_locals['load_path']
+
+
+def place_of_autoresume() -> tuple[str | None, str | None] | None:
+    """Return where the Trainer looks for a checkpoint to resume. Called at ``BEFORE_LOAD``.
+
+    Returns:
+        tuple[str | None, str | None] | None: ``save_folder`` and ``save_latest_filename``, with placeholders; None
+            without ``autoresume``.
+    """
+    given = _constructor().f_locals
+    return (given['save_folder'], given['save_latest_filename']) if given['autoresume'] else None
 
 
 def restore_random_numbers(rng: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ in a tensor loads without a word.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import zipfile
@@ -14,7 +15,7 @@ import torch
 
 from composer_ds.progress import BytesBar
 
-__all__ = ['damage', 'newest_complete']
+__all__ = ['damage', 'identity', 'newest_complete']
 
 _ZIP = b'PK\x03\x04'
 _IS_FOLDER = 0x10
@@ -84,6 +85,23 @@ def _first_broken(archive: zipfile.ZipFile, bar: BytesBar | None) -> str | None:
         except zipfile.BadZipFile:
             return record.filename
     return None
+
+
+def identity(path: str) -> str:
+    """Tell two checkpoints apart, without reading them: by the list of records with their checksums.
+
+    Args:
+        path (str): The file.
+
+    Returns:
+        str: Alike for files with the same content.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(record.filename, record.file_size, record.CRC) for record in archive.infolist()]
+    except Exception:  # written before torch 1.6; or damaged, which somebody else tells
+        return str(os.path.getsize(path))
+    return hashlib.sha256(repr(records).encode()).hexdigest()
 
 
 def newest_complete(path: str) -> str | None:

@@ -20,14 +20,17 @@ __all__ = ['agree', 'refuse']
 ARRIVAL_LIMIT_SEC = 30.0
 
 
-def agree(key: str, check: Callable[[], str | None], subject: str) -> str | None:
+def agree(key: str, check: Callable[[], str | None], identity: Callable[[], str], subject: str) -> str | None:
     """Run a check and return the same finding on every rank: what some rank found, if any did.
+
+    What is no fault on any rank alone is one together: ranks that read different files would go on with a mixture.
 
     Called by every rank on which nothing has failed before; no collective.
 
     Args:
         key (str): Names this check, alike on every rank, and no other.
         check (Callable[[], str | None]): This rank's check: what is wrong, or None.
+        identity (Callable[[], str]): Of what was checked; must be alike on every rank.
         subject (str): What is checked, for the finding that another rank has raised before.
 
     Returns:
@@ -39,7 +42,10 @@ def agree(key: str, check: Callable[[], str | None], subject: str) -> str | None
     store.add('arrived', 1)
     complete = _all_ranks(store, 'arrived', ARRIVAL_LIMIT_SEC)
     try:
-        finding = check() if complete else f'{subject} could not be read on another rank, whose own error says why.'
+        if complete:
+            finding = check() or _difference(store, identity(), subject)
+        else:
+            finding = f'{subject} could not be read on another rank, whose own error says why.'
     except Exception as error:  # of the user's own check, say: the other ranks wait for this one
         finding = f'{subject} could not be checked: {error!r}'
     if finding is not None and not store.check(['finding']):
@@ -64,6 +70,19 @@ def refuse(key: str, finding: str) -> None:
 def _store(key: str) -> Any:
     # torch (2.7) has no public way to it; tests/distributed/test_checkpoint_safety.py fails without it.
     return distributed_c10d.PrefixStore(f'composer_ds/{key}', distributed_c10d._get_default_store())
+
+
+def _difference(store: Any, own: str, subject: str) -> str | None:
+    # The first rank to come sets the value; the answer is what is set.
+    first = store.compare_set('identity', '', f'{dist.get_global_rank()}/{own}').decode()
+    rank, _, other = first.partition('/')
+    if other == own:
+        return None
+    return (
+        f'{subject} is not the same file for rank {rank} and rank {dist.get_global_rank()}. Are the disks of the '
+        'nodes their own, and one holds an older checkpoint of that name? Remove it there, or copy the right one to '
+        'every node.'
+    )
 
 
 def _all_ranks(store: Any, count: str, limit_sec: float | None) -> bool:

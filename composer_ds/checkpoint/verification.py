@@ -18,7 +18,7 @@ from typing import Any
 from composer.core import State
 from composer.utils import checkpoint, dist
 
-from composer_ds.checkpoint.damage import damage, newest_complete
+from composer_ds.checkpoint.damage import damage, identity, newest_complete
 from composer_ds.checkpoint.verdict import agree, refuse
 from composer_ds.errors import CheckpointError
 from composer_ds.progress import bar_if_long
@@ -138,7 +138,9 @@ def validate(path: Any, specs: list[tuple[int, int]] | None = None) -> bool:
             missing = f'The checkpoint {name} is missing, or could not be unpacked or downloaded.'
             refuse(key, missing)
             raise FileNotFoundError(missing)
-        finding = agree(key, lambda: check(dist.get_local_rank() == 0), f'The checkpoint {name}')
+        finding = agree(
+            key, lambda: check(dist.get_local_rank() == 0), lambda: identity(str(path)), f'The checkpoint {name}'
+        )
     if finding is not None:
         raise CheckpointError(finding)
     if trainer is not None:
