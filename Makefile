@@ -27,7 +27,7 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12)
 HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 STAMP := $(VENV)/.complete
 
-.PHONY: help setup mt5 test slow kills matrix benchmark soak lint ruff pyright pydoclint format ci constraints clean
+.PHONY: help setup mt5 test slow kills matrix benchmark soak newest docs lint ruff pyright pydoclint format ci constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,15 @@ benchmark: $(STAMP) ## time and memory of saving, loading, exporting and monitor
 
 soak: $(STAMP) ## hundreds of random combinations of settings, against plain Composer
 	COMPOSER_DS_EXAMPLES=400 python -m pytest --timeout 3600 tests/distributed/test_random_settings.py $(ARGS)
+
+newest: $(STAMP) ## run the tests of several ranks in a second environment, with the newest torch
+	[ -x .venv-newest/bin/python ] || uv venv --python $(VENV)/bin/python .venv-newest
+	uv pip install --python .venv-newest/bin/python -e '.[dev]' --override overrides.txt
+	PATH="$(abspath .venv-newest)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(abspath .venv-newest)/torch_extensions \
+	    .venv-newest/bin/python -m pytest -m 'not slow' tests/unit tests/distributed $(ARGS)
+
+docs: $(STAMP) ## build docs/_build/html/index.html
+	sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 
 lint: ruff pyright pydoclint ## check style, types and docstrings
 

@@ -52,6 +52,7 @@ from composer_ds.engine import EngineCloser, broadcast_buffers, check_environmen
 from composer_ds.errors import ConfigError
 from composer_ds.faces import ScalerFace
 from composer_ds.facts import Settings
+from composer_ds.launchers import complete_environment
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
 from composer_ds.plan_record import log_record
@@ -104,6 +105,7 @@ class DeepSpeed(Algorithm):
         load_sharded: str | Path | Mapping[str, Any] | LoadSharded | None = None,
     ):
         self.settings = Settings(zero_stage, offload_optimizer, offload_param, read_ds_config(ds_config))
+        complete_environment()
         check_environment()
         self.max_consecutive_skipped_steps = max_consecutive_skipped_steps
         self.load_sharded = read_load_sharded(load_sharded)

@@ -11,13 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from composer.utils import dist
 
 from composer_ds.announcements import announce
+from composer_ds.compiling import announce_old_locks, is_compiled
 
 __all__ = ['import_quietly', 'quiet_output', 'quieten_logger']
 
@@ -69,13 +69,14 @@ def import_quietly() -> None:
 def quiet_output() -> Iterator[None]:
     """Leave out of stdout and stderr what is printed while DeepSpeed builds an engine, on every rank.
 
-    Compiling takes a minute, in which nothing else would be said: rank 0 says what is going on.
+    Compiling takes a minute, and a lock that was left behind makes torch wait for ever: rank 0 says what is going on.
     """
     import_quietly()
     import deepspeed  # noqa: F401
 
-    if not torch.cuda.is_available() and not _is_compiled():
+    if not torch.cuda.is_available() and not is_compiled(_EXTENSION):
         announce("Compiling DeepSpeed's collectives for the CPU: once on each machine, about a minute.")
+    announce_old_locks()
     with _without_noise():
         yield
 
@@ -115,15 +116,6 @@ class _WithoutNoise:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _is_compiled() -> bool:
-    """Whether the extension lies where torch looks for it: in the variable's folder, or below that of all versions."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    folder = Path(os.environ.get('TORCH_EXTENSIONS_DIR') or get_default_build_root())
-    library = f'{_EXTENSION}/{_EXTENSION}*.so'
-    return any(next(folder.glob(pattern), None) for pattern in (library, f'*/{library}'))
 
 
 def _is_progress(record: logging.LogRecord) -> bool:

@@ -20,7 +20,5 @@ html_static_path = ['_static']
 
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'none'  # the docstrings have the types
-# Composer's base classes bring fifty events, of which a callback of ours acts on a few.
-autodoc_default_options = {'members': True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

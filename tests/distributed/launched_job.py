@@ -1,4 +1,4 @@
-"""A job for several nodes, whose checkpoints lie in the working directory: ``python -m ... KIND DURATION``.
+"""A job for all launchers, whose checkpoints lie in the working directory: ``python -m ... KIND DURATION``.
 
 KIND says which checkpoints it resumes from: ``consolidated``, ``sharded`` or ``plain``, which is plain Composer and
 neither saves nor resumes.
@@ -53,5 +53,6 @@ def train(kind: str, duration: str) -> dict[str, list[float]]:
 
 
 if __name__ == '__main__':
-    found = train(*sys.argv[1:])
+    # DeepSpeed's launcher puts an argument of its own before those of the script.
+    found = train(*(argument for argument in sys.argv[1:] if not argument.startswith('--local_rank=')))
     print('RESULT', dist.get_global_rank(), json.dumps(found), flush=True)

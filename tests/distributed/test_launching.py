@@ -1,4 +1,4 @@
-"""Two nodes, each a network namespace with an address and a disk of its own, and Composer's launcher in each."""
+"""Launchers, and two nodes: each a network namespace with an address and a disk of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import two_nodes_job
+from composer_ds.testing import LAUNCHER_VARIABLES
+from tests.distributed import launched_job
 
 ROOT = Path(__file__).parents[2]
 NAMES = ('composer-ds-0', 'composer-ds-1')
@@ -57,7 +58,7 @@ def _launch(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         own.mkdir(exist_ok=True)
         launcher = (
             f'{sys.executable} -m composer.cli.launcher -n 1 --world_size 2 --node_rank {rank} '
-            f'--master_addr {ADDRESSES[0]} --master_port 29513 -m tests.distributed.two_nodes_job {" ".join(arguments)}'
+            f'--master_addr {ADDRESSES[0]} --master_port 29513 -m tests.distributed.launched_job {" ".join(arguments)}'
         )
         # `ip netns exec` makes a mount namespace, too.
         script = f'mount --bind {own} {disk} && cd {disk} && exec timeout --kill-after 5 {LIMIT_SEC} {launcher}'
@@ -85,10 +86,35 @@ def _assert_alike(found: dict[str, list[float]], expected: dict[str, list[float]
             assert found[name] == pytest.approx(values, abs=1e-6), name
 
 
+LAUNCHERS = {
+    'torchrun': ['torch.distributed.run', '--nproc_per_node', '2', '-m'],
+    'deepspeed': ['deepspeed.launcher.runner', '--num_gpus', '2', '--master_port', '29514', '--module'],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('launcher', LAUNCHERS)
+def test_other_launchers(two_ranks, launcher: str, tmp_path):
+    """Autoresume needs NODE_RANK, which neither of them sets."""
+    expected = two_ranks.run(launched_job.train, 'plain', '2ba')[0]
+    command = [sys.executable, '-m', *LAUNCHERS[launcher], 'tests.distributed.launched_job', 'consolidated', '2ba']
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment['PYTHONPATH'] = str(ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=LIMIT_SEC, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    for rank in range(2):
+        found = re.search(rf'RESULT {rank} (\{{.*?\}})', output)
+        assert found, output
+        _assert_alike(json.loads(found[1]), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * LIMIT_SEC)
 def test_training_saving_and_resuming_with_disks_of_their_own(nodes, two_ranks, tmp_path):
-    half, whole = (two_ranks.run(two_nodes_job.train, 'plain', duration)[0] for duration in ('4ba', '6ba'))
+    half, whole = (two_ranks.run(launched_job.train, 'plain', duration)[0] for duration in ('4ba', '6ba'))
     assert any(half[name] != values for name, values in whole.items())
 
     for result in _results(_launch(tmp_path, 'consolidated', '4ba')):
