@@ -33,8 +33,13 @@ def announce_old_locks() -> None:
 
     torch (``torch.utils.file_baton.FileBaton``) waits without a word and without end for the file ``lock`` of an
     extension to vanish, also when the extension is compiled. A compile that was killed leaves it behind. It is not
-    removed here, because a compiler on another machine that shares the folder could hold it.
+    removed here, because a compiler on another machine that shares the folder could hold it. In newer torch (2.15, say)
+    the system gives a lock back when its process ends, and the file means nothing.
     """
+    from torch.utils import cpp_extension  # prints something when it is imported: see deepspeed_output
+
+    if not hasattr(cpp_extension, 'FileBaton'):
+        return
     # Without the variable torch has a folder for each version of Python and CUDA, such as py311_cpu.
     ours = f'py{sys.version_info.major}{sys.version_info.minor}*/*/lock'
     for lock in sorted(_root().glob('*/lock' if os.environ.get('TORCH_EXTENSIONS_DIR') else ours)):
@@ -50,6 +55,6 @@ def announce_old_locks() -> None:
 
 
 def _root() -> Path:
-    from torch.utils.cpp_extension import get_default_build_root
+    from torch.utils import cpp_extension
 
-    return Path(os.environ.get('TORCH_EXTENSIONS_DIR') or get_default_build_root())
+    return Path(os.environ.get('TORCH_EXTENSIONS_DIR') or cpp_extension.get_default_build_root())

@@ -8,6 +8,7 @@ it. So initialisation by a parent module, tied weights, surgery, ``load_state_di
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -243,5 +244,15 @@ def _can_be_cut(parameter: Any) -> bool:
 
 
 def _is_held(parameter: Any) -> bool:
-    # Private to torch (2.7); numpy arrays and tensors of autograd count, too. The public ways do not see those.
-    return torch._C._storage_Use_Count(storage_of(parameter)) > 1  # pyright: ignore
+    return _holders(parameter) > _holders_of_its_own()
+
+
+def _holders(parameter: Any) -> int:
+    # Private to torch (2.7, 2.15); numpy arrays and tensors of autograd count, too. The public ways do not see those.
+    return torch._C._storage_Use_Count(storage_of(parameter))  # pyright: ignore
+
+
+@functools.cache
+def _holders_of_its_own() -> int:
+    """How often a parameter counts that nobody else holds: once; in newer torch its storage keeps one for Python."""
+    return _holders(torch.nn.Parameter(torch.zeros(1)))

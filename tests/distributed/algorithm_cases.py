@@ -273,7 +273,7 @@ def freeze_and_save(strategy: str, folder: str) -> None:
     trainer.close()
     try:
         trainer_of(strategy, load_path=path)
-    except KeyError as error:
+    except (KeyError, RuntimeError) as error:  # of torch 2.7, and of newer ones
         assert 'net.0.weight' in str(error)
     else:
         raise AssertionError('resumed with an optimizer state that does not fit')
