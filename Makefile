@@ -39,7 +39,7 @@ setup: $(STAMP) ## create the virtual environment in .venv
 mt5: $(STAMP) ## train mT5 on the CMU Pronouncing Dictionary with N ranks
 	composer -n $(N) run.py -f yamls/mt5.yaml $(ARGS)
 
-test: $(STAMP) ## run the tests, but the slow ones: about 11 minutes
+test: $(STAMP) ## run the tests, but the slow ones: about 12 minutes
 	python -m pytest -m 'not slow' $(ARGS)
 
 slow: $(STAMP) ## run the slow tests: about 6 minutes

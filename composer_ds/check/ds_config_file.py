@@ -16,6 +16,7 @@ from composer_ds.ds_config import read_ds_config
 from composer_ds.errors import ConfigError
 from composer_ds.facts import Settings
 from composer_ds.launch import registry
+from composer_ds.launch.imports import load
 from composer_ds.launch.problems import suggestion
 from composer_ds.model_sizes import GroupSizes, ModelSizes, state_bytes_per_element
 from composer_ds.ownership import make_plan
@@ -143,4 +144,4 @@ def _precision_asked_for(ds_config: dict) -> str:
 def _optimizer(name: str) -> torch.optim.Optimizer:
     if name not in registry.OPTIMIZERS:
         raise ConfigError(f'--optimizer {name}: unknown name{suggestion(name, registry.OPTIMIZERS)}')
-    return registry.load(registry.OPTIMIZERS[name])([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
+    return load(registry.OPTIMIZERS[name])([torch.nn.Parameter(torch.ones(1))], lr=1e-3)

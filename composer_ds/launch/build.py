@@ -42,27 +42,30 @@ def construction(
     return partitioned_init(**deepspeed.model_dump(include={*settings}, exclude_unset=True), device=device)
 
 
-def make(choice: Choice, **fixed: Any) -> Any:
-    """Makes one object of the class that the YAML chose.
+def make(choice: Choice, kind: type | None = None, **fixed: Any) -> Any:
+    """Makes one object by the class or function that the YAML chose.
 
     Args:
-        choice (Choice): The class and its checked arguments.
+        choice (Choice): The class or function and its checked arguments.
+        kind (type | None): What the object must be. Default: anything.
         **fixed (Any): Arguments that do not come from the YAML.
 
     Returns:
         Any: The object.
 
     Raises:
-        ConfigError: The class refused a value, or needs a package that is not installed.
+        ConfigError: A value was refused, a package is not installed, or the object is not of the kind.
     """
     # Copied because classes keep and change what they get, and the configuration is logged afterwards.
     arguments = copy.deepcopy(choice.arguments)
     try:
-        return choice.factory(**fixed, **arguments)
+        made = choice.factory(**fixed, **arguments)
     except (ImportError, TypeError, ValueError) as error:
-        name = choice.factory.__name__
         reason = ' '.join(str(error).split())
-        raise ConfigError(f'{choice.section}: {name} refused {shown(choice.arguments)}: {reason}') from error
+        raise ConfigError(f'{choice.section}: {choice.name} refused {shown(choice.arguments)}: {reason}') from error
+    if kind is not None and not isinstance(made, kind):
+        raise ConfigError(f'{choice.section}: {choice.name} made a {type(made).__name__}; a {kind.__name__} is needed')
+    return made
 
 
 def make_optimizer(choice: Choice, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -85,7 +88,9 @@ def make_optimizer(choice: Choice, model: torch.nn.Module) -> torch.optim.Optimi
             {'params': [parameter for parameter in parameters if parameter.ndim <= 1], 'weight_decay': 0.0},
         ]
         parameters = [group for group in groups if group['params']]
-    return make(Choice(choice.section, choice.factory, arguments), params=parameters)
+    import torch
+
+    return make(Choice(choice.section, choice.factory, arguments), torch.optim.Optimizer, params=parameters)
 
 
 def make_algorithms(deepspeed: DeepSpeedConfig | None) -> list[Algorithm]:

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from composer_ds.errors import ConfigError
-from composer_ds.launch import registry
+from composer_ds.launch import plugins, registry
 from composer_ds.launch.arguments import Choice, arguments_model
 from composer_ds.launch.config_file import ConfigFile, KeyPath
+from composer_ds.launch.imports import load
 from composer_ds.launch.problems import dotted, explain, shown, suggestion
 from composer_ds.launch.schema import CheckpointConfig, DeepSpeedConfig, Layout, TrainConfig
 from composer_ds.launch.task import Recipe, load_recipe
@@ -47,9 +48,11 @@ class RunConfig:
         scheduler (Choice | None): Class and arguments.
         train (TrainConfig): Arguments of the Trainer.
         deepspeed (DeepSpeedConfig | None): ``None`` trains with Composer's DDP.
-        callbacks (list[Choice]): Classes and arguments.
+        algorithms (list[Choice]): Classes and arguments; not `DeepSpeed`.
+        callbacks (list[Choice]): Classes and arguments; without DeepSpeed not those that watch it.
         loggers (list[Choice]): Classes and arguments.
         checkpoint (CheckpointConfig): Arguments of the Trainer.
+        left_out (list[str]): Callbacks that the YAML names and that are not made.
         resolved (dict[str, Any]): The whole configuration in plain values, for logging.
     """
 
@@ -61,9 +64,11 @@ class RunConfig:
     scheduler: Choice | None
     train: TrainConfig
     deepspeed: DeepSpeedConfig | None
+    algorithms: list[Choice]
     callbacks: list[Choice]
     loggers: list[Choice]
     checkpoint: CheckpointConfig
+    left_out: list[str]
     resolved: dict[str, Any]
 
 
@@ -94,6 +99,7 @@ def check(source: ConfigFile) -> RunConfig:
     scheduler = checker.named('scheduler', registry.SCHEDULERS, {}) if values['scheduler'] is not None else None
     train = checker.section(TrainConfig, ('train',))
     deepspeed = checker.section(DeepSpeedConfig, ('deepspeed',)) if values['deepspeed'] is not None else None
+    algorithms = checker.entries('algorithms', registry.ALGORITHMS)
     callbacks = checker.entries('callbacks', registry.CALLBACKS)
     loggers = checker.entries('loggers', registry.LOGGERS)
     checkpoint = checker.section(CheckpointConfig, ('checkpoint',))
@@ -102,27 +108,43 @@ def check(source: ConfigFile) -> RunConfig:
     # What is None without a problem does not exist: each None above left one behind.
     assert layout is not None and recipe is not None and model is not None and data is not None
     assert optimizer is not None and train is not None and checkpoint is not None
+    left_out = [name for name in values['callbacks'] if deepspeed is None and name in registry.NEEDS_DEEPSPEED]
+    callbacks = [choice for choice in callbacks if choice.section not in {f'callbacks.{name}' for name in left_out}]
     resolved = {
         **values,
+        'callbacks': {name: given for name, given in values['callbacks'].items() if name not in left_out},
         'seed': layout.seed,
         'model': model.model_dump(mode='json'),
         'data': data.model_dump(mode='json'),
     }
     return RunConfig(
-        layout, recipe, model, data, optimizer, scheduler, train, deepspeed, callbacks, loggers, checkpoint, resolved
+        layout=layout,
+        recipe=recipe,
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train=train,
+        deepspeed=deepspeed,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers,
+        checkpoint=checkpoint,
+        left_out=left_out,
+        resolved=resolved,
     )
 
 
 def _with_all_sections(values: dict[str, Any]) -> dict[str, Any]:
-    """Makes absent and empty sections explicit, and applies the switches of callbacks and loggers.
+    """Makes absent and empty sections explicit, and applies the switches of algorithms, callbacks and loggers.
 
     `name: null` and `name: true` mean default arguments; `name: false` switches an entry off.
     """
     values = {**values, **{name: values.get(name) for name in ('scheduler', 'deepspeed')}}
-    for name in ('model', 'data', 'optimizer', 'train', 'checkpoint', 'callbacks', 'loggers'):
+    for name in ('model', 'data', 'optimizer', 'train', 'checkpoint', 'algorithms', 'callbacks', 'loggers'):
         if values.get(name) is None:
             values[name] = {}
-    for name in ('callbacks', 'loggers'):
+    for name in ('algorithms', 'callbacks', 'loggers'):
         if isinstance(values[name], dict):
             values[name] = {
                 entry: {} if arguments is None or arguments is True else arguments
@@ -138,6 +160,7 @@ class _Checker:
     def __init__(self, source: ConfigFile):
         self.source = source
         self.problems: list[str] = []
+        self._names: dict[str, dict[str, str]] = {}
 
     def values_at(self, path: KeyPath) -> Any:
         values: Any = self.source.values
@@ -172,7 +195,11 @@ class _Checker:
             return None
         if 'name' not in given:
             origin = self.source.origin((section,))
-            self.problems.append(f'{section}.name: required key is missing ({origin}). Allowed: {", ".join(table)}')
+            allowed = ', '.join(self.names(section, table))
+            self.problems.append(
+                f'{section}.name: required key is missing ({origin}). Allowed: {allowed}, or an import path '
+                "'my_package.module:name'"
+            )
             return None
         return self.choice((section,), given['name'], (section, 'name'), table, {'name': (str, ...), **own_keys})
 
@@ -183,12 +210,24 @@ class _Checker:
         choices = [self.choice((section, name), name, (section, name), table, {}) for name in names]
         return [choice for choice in choices if choice]
 
+    def names(self, section: Any, table: dict[str, str]) -> dict[str, str]:
+        """The names of a section, those of other packages among them; a clash is told once."""
+        if section not in self._names:
+            self._names[section] = table
+            try:
+                self._names[section] = plugins.names(section, table)
+            except ConfigError as error:
+                self.problems += error.problems
+        return self._names[section]
+
     def choice(
         self, path: KeyPath, name: Any, name_path: KeyPath, table: dict[str, str], own_keys: dict[str, Any]
     ) -> Choice | None:
-        if not isinstance(name, str) or name not in table:
-            origin = self.source.origin(name_path)
-            self.problems.append(f'{dotted(name_path)} ({origin}): unknown name {shown(name)}{suggestion(name, table)}')
+        named = f'{dotted(name_path)} ({self.source.origin(name_path)})'
+        table = self.names(path[0], table)
+        if not isinstance(name, str) or (name not in table and ':' not in name):
+            hint = "; your own: an import path 'my_package.module:name'"
+            self.problems.append(f'{named}: unknown name {shown(name)}{suggestion(name, table)}{hint}')
             return None
         given = self.values_at(path)
         refused = [key for key in _NOT_IN_YAML if isinstance(given, dict) and key in given]
@@ -197,7 +236,11 @@ class _Checker:
             self.problems.append(f'{dotted((*path, key))} ({origin}): cannot be given here; {_NOT_IN_YAML[key]}')
         if refused:
             return None
-        factory = registry.load(table[name])
+        try:
+            factory = load(table.get(name, name))
+        except ConfigError as error:
+            self.problems.append(f'{named}: {error}')
+            return None
         checked = self.section(arguments_model(factory, own_keys, frozenset(_NOT_IN_YAML)), path)
         if checked is None:
             return None

@@ -17,6 +17,7 @@ from composer_ds.errors import ComposerDSError, ConfigError
 from composer_ds.launch.config_file import read
 from composer_ds.launch.problems import suggestion
 from composer_ds.launch.ranks import global_rank, local_rank, share_cores, tell_once
+from composer_ds.launchers import complete_environment
 
 __all__ = ['main']
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     with_traceback = '--traceback' in (sys.argv[1:] if argv is None else argv)
     try:
+        complete_environment()
         arguments = _parse(argv)
         source = read(arguments.file, arguments.overrides)
         note = share_cores()
@@ -86,6 +88,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('-f', '--file', action='append', metavar='FILE', help='YAML file of the run')
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='values that replace those of the file')
     parser.add_argument('--traceback', action='store_true', help='show where an error was raised')
+    # DeepSpeed's launcher adds it, and the environment says the same.
+    parser.add_argument('--local_rank', type=int, help=argparse.SUPPRESS)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         flags = ['-f', '--file', '--traceback', '--help']

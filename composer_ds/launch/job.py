@@ -28,7 +28,8 @@ def run_job(config: RunConfig) -> None:
         ConfigError: A setting turned out to be impossible while building.
     """
     import torch.distributed
-    from composer import Trainer
+    from composer import Algorithm, Callback, Trainer
+    from composer.loggers import LoggerDestination
     from composer.utils import dist, reproducibility
 
     _configure_logging(config)
@@ -40,8 +41,11 @@ def run_job(config: RunConfig) -> None:
     # The task last but for the optimizer: what is cheap to make fails first.
     algorithms = make_algorithms(config.deepspeed)
     scheduler = make(config.scheduler) if config.scheduler else None
-    callbacks = [make(choice) for choice in config.callbacks]
-    loggers = [make(choice) for choice in config.loggers]
+    algorithms = [*(make(choice, Algorithm) for choice in config.algorithms), *algorithms]
+    callbacks = [make(choice, Callback) for choice in config.callbacks]
+    loggers = [make(choice, LoggerDestination) for choice in config.loggers]
+    if config.left_out and dist.get_global_rank() == 0:
+        print(f'Without DeepSpeed nothing is made of callbacks.{", callbacks.".join(config.left_out)}.', flush=True)
     # The optimizer, too: after the construction the shapes that its parameter groups go by are gone.
     with construction(config.model, config.deepspeed, config.train.device):
         task = config.recipe.build(config.model, config.data)

@@ -1,13 +1,11 @@
-"""The names that a YAML may use for optimizers, schedulers, callbacks and loggers.
+"""The names that a YAML may use for optimizers, schedulers, algorithms, callbacks and loggers.
 
 Each name stands for an import path, `module:Class`, so that only the classes a run names are imported.
 """
 
 from __future__ import annotations
 
-import importlib
-
-__all__ = ['CALLBACKS', 'LOGGERS', 'OPTIMIZERS', 'SCHEDULERS', 'load']
+__all__ = ['ALGORITHMS', 'CALLBACKS', 'LOGGERS', 'NEEDS_DEEPSPEED', 'OPTIMIZERS', 'SCHEDULERS']
 
 OPTIMIZERS = {
     'adamw': 'torch.optim:AdamW',
@@ -31,6 +29,38 @@ SCHEDULERS = {
     'step': 'composer.optim:StepScheduler',
     'multi_step': 'composer.optim:MultiStepScheduler',
     'multi_step_with_warmup': 'composer.optim:MultiStepWithWarmupScheduler',
+}
+
+# DeepSpeed is missing on purpose: the section `deepspeed` makes it.
+ALGORITHMS = {
+    'alibi': 'composer.algorithms:Alibi',
+    'augmix': 'composer.algorithms:AugMix',
+    'blurpool': 'composer.algorithms:BlurPool',
+    'channels_last': 'composer.algorithms:ChannelsLast',
+    'colout': 'composer.algorithms:ColOut',
+    'cutmix': 'composer.algorithms:CutMix',
+    'cutout': 'composer.algorithms:CutOut',
+    'ema': 'composer.algorithms:EMA',
+    'factorize': 'composer.algorithms:Factorize',
+    'gated_linear_units': 'composer.algorithms:GatedLinearUnits',
+    'ghost_batchnorm': 'composer.algorithms:GhostBatchNorm',
+    'gradient_clipping': 'composer.algorithms:GradientClipping',
+    'gyro_dropout': 'composer.algorithms:GyroDropout',
+    'label_smoothing': 'composer.algorithms:LabelSmoothing',
+    'layer_freezing': 'composer.algorithms:LayerFreezing',
+    'low_precision_groupnorm': 'composer.algorithms:LowPrecisionGroupNorm',
+    'low_precision_layernorm': 'composer.algorithms:LowPrecisionLayerNorm',
+    'mixup': 'composer.algorithms:MixUp',
+    'no_op_model': 'composer.algorithms:NoOpModel',
+    'progressive_resizing': 'composer.algorithms:ProgressiveResizing',
+    'randaugment': 'composer.algorithms:RandAugment',
+    'sam': 'composer.algorithms:SAM',
+    'selective_backprop': 'composer.algorithms:SelectiveBackprop',
+    'seq_length_warmup': 'composer.algorithms:SeqLengthWarmup',
+    'squeeze_excite': 'composer.algorithms:SqueezeExcite',
+    'stochastic_depth': 'composer.algorithms:StochasticDepth',
+    'swa': 'composer.algorithms:SWA',
+    'weight_standardization': 'composer.algorithms:WeightStandardization',
 }
 
 # CheckpointSaver is missing on purpose: the section `checkpoint` makes it.
@@ -57,6 +87,11 @@ CALLBACKS = {
     'zero_memory_monitor': 'composer_ds.callbacks.zero_memory_monitor:ZeroMemoryMonitor',
 }
 
+NEEDS_DEEPSPEED = frozenset(
+    {'communication_monitor', 'deepspeed_monitor', 'sharded_checkpoint_saver', 'zero_memory_monitor'}
+)
+"""Callbacks that are left out of a run in plain Composer."""
+
 LOGGERS = {
     'comet_ml': 'composer.loggers:CometMLLogger',
     'file': 'composer.loggers:FileLogger',
@@ -67,16 +102,3 @@ LOGGERS = {
     'tensorboard': 'composer.loggers:TensorboardLogger',
     'wandb': 'composer_ds.wandb_logger:WandBLogger',
 }
-
-
-def load(import_path: str) -> type:
-    """Imports a class.
-
-    Args:
-        import_path (str): ``module:Class``, as in the tables above.
-
-    Returns:
-        type: The class.
-    """
-    module, _, name = import_path.partition(':')
-    return getattr(importlib.import_module(module), name)

@@ -90,6 +90,7 @@ class Layout(_Section):
     scheduler: dict[str, Any] | None = None
     train: dict[str, Any] = {}
     deepspeed: dict[str, Any] | None = None
+    algorithms: dict[str, dict[str, Any]] = {}
     callbacks: dict[str, dict[str, Any]] = {}
     loggers: dict[str, dict[str, Any]] = {}
     checkpoint: dict[str, Any] = {}

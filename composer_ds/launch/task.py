@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
 from composer_ds.errors import ConfigError
-from composer_ds.launch.problems import suggestion
+from composer_ds.launch import plugins
+from composer_ds.launch.imports import import_module
 
 __all__ = ['Recipe', 'Task', 'load_recipe']
 
@@ -41,7 +37,7 @@ def load_recipe(name: str) -> Recipe:
     """Imports a recipe from the folder of the script, the working directory or the installed packages.
 
     Args:
-        name (str): An import path such as ``recipes.mt5``.
+        name (str): An import path such as ``recipes.mt5``, or a name that a package gives it.
 
     Returns:
         Recipe: The module.
@@ -49,17 +45,7 @@ def load_recipe(name: str) -> Recipe:
     Raises:
         ConfigError: There is no such module, or it lacks a part. An error inside the module comes through as it is.
     """
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f'{name}.'.startswith(f'{error.name}.'):
-            raise
-        raise ConfigError(f"no module '{error.name}' to import{_nearest(name)}") from None
-    except (TypeError, ValueError):  # '' or '.mt5'
-        raise ConfigError('must be the import path of a module, such as recipes.mt5') from None
+    module = import_module(plugins.names('task', {}).get(name, name))
     missing = [part for part in ('ModelConfig', 'DataConfig', 'build') if not hasattr(module, part)]
     if missing:
         raise ConfigError(
@@ -67,12 +53,3 @@ def load_recipe(name: str) -> Recipe:
             'and a function build(model, data)'
         )
     return module  # type: ignore[return-value]
-
-
-def _nearest(name: str) -> str:
-    """Suggests a sibling of a module that does not exist."""
-    package = sys.modules.get(name.rpartition('.')[0])
-    if not isinstance(package, ModuleType) or not hasattr(package, '__path__'):
-        return '; Python looks in the folder of the script, in the working directory and in installed packages'
-    siblings = [f'{package.__name__}.{found.name}' for found in pkgutil.iter_modules(package.__path__)]
-    return suggestion(name, siblings)

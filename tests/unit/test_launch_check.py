@@ -260,7 +260,7 @@ def test_keys_and_defaults_are_those_of_the_trainer(section):
 
 def test_the_trainer_has_no_argument_that_the_yaml_forgot():
     covered = {*TrainConfig.model_fields, *CheckpointConfig.model_fields, *Layout.model_fields}
-    built = {'train_dataloader', 'eval_dataloader', 'algorithms', 'optimizers', 'schedulers'}
+    built = {'train_dataloader', 'eval_dataloader', 'optimizers', 'schedulers'}
     objects = {'algorithm_passes', 'load_object_store', 'profiler', 'parallelism_config'}
     not_offered = {
         'train_dataloader_label',  # names in the logs; the task's evaluators have their own

@@ -11,7 +11,7 @@ import composer.loggers
 import composer.optim
 import pytest
 import torch
-from composer import Callback
+from composer import Algorithm, Callback
 from composer.optim import ComposerScheduler
 
 from composer_ds.errors import ConfigError
@@ -20,10 +20,12 @@ from composer_ds.launch.arguments import Choice
 from composer_ds.launch.build import make
 from composer_ds.launch.check import check
 from composer_ds.launch.config_file import ConfigFile
+from composer_ds.launch.imports import load
 
 TABLES = {
     'optimizer': registry.OPTIMIZERS,
     'scheduler': registry.SCHEDULERS,
+    'algorithms': registry.ALGORITHMS,
     'callbacks': registry.CALLBACKS,
     'loggers': registry.LOGGERS,
 }
@@ -36,6 +38,7 @@ def choose(section: str, name: str, arguments: dict[str, Any]) -> Choice:
         'task': 'tests.recipes.tiny_recipe',
         'optimizer': {'name': 'sgd', 'lr': 0.1},
         'train': {'max_duration': '1ba'},
+        'deepspeed': {'zero_stage': 1},  # some callbacks are left out without it
     }
     values[section] = {'name': name, **arguments} if section in ('optimizer', 'scheduler') else {name: arguments}
     choice = getattr(check(ConfigFile('run.yaml', values)), section)
@@ -47,14 +50,15 @@ def test_an_entry_is_a_class_of_its_kind(section, name):
     kind = {
         'optimizer': torch.optim.Optimizer,
         'scheduler': ComposerScheduler,
+        'algorithms': Algorithm,
         'callbacks': Callback,
         'loggers': composer.loggers.LoggerDestination,
     }[section]
-    assert kind in registry.load(TABLES[section][name]).__mro__  # a Protocol allows no issubclass()
+    assert kind in load(TABLES[section][name]).__mro__  # a Protocol allows no issubclass()
 
 
 def test_optimizers_are_the_named_ones():
-    assert {name: registry.load(path) for name, path in registry.OPTIMIZERS.items()} == {
+    assert {name: load(path) for name, path in registry.OPTIMIZERS.items()} == {
         'adamw': torch.optim.AdamW,
         'adam': torch.optim.Adam,
         'sgd': torch.optim.SGD,
@@ -65,9 +69,9 @@ def test_optimizers_are_the_named_ones():
 
 def test_every_scheduler_of_composer_has_a_name():
     of_composer = {name for name in composer.optim.__all__ if name.endswith('Scheduler')} - {'ComposerScheduler'}
-    assert {registry.load(path).__name__ for path in registry.SCHEDULERS.values()} == of_composer
+    assert {load(path).__name__ for path in registry.SCHEDULERS.values()} == of_composer
     for name, path in registry.SCHEDULERS.items():
-        words = registry.load(path).__name__.lower()
+        words = load(path).__name__.lower()
         assert all(word in words for word in name.split('_')), f'{name} is {words}'
 
 
@@ -78,7 +82,7 @@ def test_every_callback_of_composer_has_a_name():
         'ImageVisualizer',  # draws on the device's own batches, through functions
         'MLPerfCallback',  # needs a checkout of mlperf_logging
     }
-    named = {registry.load(path).__name__ for path in registry.CALLBACKS.values() if path.startswith('composer.')}
+    named = {load(path).__name__ for path in registry.CALLBACKS.values() if path.startswith('composer.')}
     assert named == set(composer.callbacks.__all__) - left_out
 
 
@@ -88,24 +92,26 @@ def test_every_logger_of_composer_has_a_name():
         'InMemoryLogger',  # for code, which reads it afterwards
         'MosaicMLLogger',  # for one vendor's platform, where the Trainer adds it
     }  # fmt: skip
-    assert {registry.load(path).__name__ for path in registry.LOGGERS.values()} == (
-        set(composer.loggers.__all__) - left_out
-    )
+    assert {load(path).__name__ for path in registry.LOGGERS.values()} == (set(composer.loggers.__all__) - left_out)
 
 
 @pytest.mark.parametrize(('section', 'name'), ENTRIES)
 def test_an_unknown_argument_is_answered_with_the_nearest_of_the_signature(section, name):
-    parameters = inspect.signature(registry.load(TABLES[section][name])).parameters
+    parameters = inspect.signature(load(TABLES[section][name])).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         pytest.skip(f'{name} takes any keyword argument')
     known = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     known = [name for name in known if name not in ('params', 'kwargs', 'slack_logging_api_key')]
     typo = f'{known[-1]}_' if known else 'anything'
+    examples: dict[str, Any] = {
+        **dict.fromkeys(('gamma', 'power', 'threshold', 'clipping_threshold'), 0.5),
+        'milestones': ['1ba'],
+        'clipping_type': 'norm',
+        'max_sequence_length': 8,
+    }
     required = {
-        name: 0.5 if name in ('gamma', 'power', 'threshold') else ['1ba'] if name == 'milestones' else '1ba'
-        for name in known
-        if parameters[name].default is inspect.Parameter.empty
+        name: examples.get(name, '1ba') for name in known if parameters[name].default is inspect.Parameter.empty
     }
     with pytest.raises(ConfigError) as caught:
         choose(section, name, {**required, typo: 1})
@@ -156,7 +162,7 @@ def test_arguments_arrive_on_the_object(section, name, arguments):
     parameter = torch.nn.Parameter(torch.zeros(2))
     fixed = {'params': [parameter]} if section == 'optimizer' else {}
     built = make(choose(section, name, arguments), **fixed)
-    assert type(built) is registry.load(TABLES[section][name])
+    assert type(built) is load(TABLES[section][name])
     if isinstance(built, torch.optim.Optimizer):
         group = built.param_groups[0]
         assert {key: list(value) if key == 'betas' else value for key, value in group.items() if key in arguments} == (
@@ -196,7 +202,7 @@ def test_a_logger_whose_package_is_missing_names_the_remedy():
     ],
 )
 def test_secrets_and_parameters_do_not_come_from_the_yaml(section, name, key, remedy):
-    assert key in inspect.signature(registry.load(TABLES[section][name])).parameters
+    assert key in inspect.signature(load(TABLES[section][name])).parameters
     with pytest.raises(ConfigError) as caught:
         choose(section, name, {key: 'secret value'})
     assert f'{key} (in run.yaml): cannot be given here' in str(caught.value)
