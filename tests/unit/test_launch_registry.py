@@ -160,7 +160,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize(('section', 'name', 'arguments'), ARGUMENTS, ids=[name for _, name, _ in ARGUMENTS])
 def test_arguments_arrive_on_the_object(section, name, arguments):
     parameter = torch.nn.Parameter(torch.zeros(2))
-    fixed = {'params': [parameter]} if section == 'optimizer' else {}
+    fixed: dict[str, Any] = {'params': [parameter]} if section == 'optimizer' else {}
     built = make(choose(section, name, arguments), **fixed)
     assert type(built) is load(TABLES[section][name])
     if isinstance(built, torch.optim.Optimizer):
