@@ -24,6 +24,7 @@ from tests.unit.checkpoint_files import small_model, write_sharded
 
 ELSEWHERE = {
     'docs/your_own_model.md': 'tests/recipes/test_your_own_model.py',
+    'docs/migration/': 'tests/distributed/test_migration.py',
 }
 WITHOUT_TRAINERS = {'docs/configuration_yaml.md', 'docs/exporting.md', 'docs/troubleshooting.md'}
 WITH_PYTHON = [
