@@ -16,7 +16,6 @@ myst_heading_anchors = 4
 
 html_theme = 'furo'
 html_title = 'composer_ds'
-html_static_path = ['_static']
 
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'none'  # the docstrings have the types
