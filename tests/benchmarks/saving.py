@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 
 from rich.console import Console
@@ -22,6 +23,10 @@ def main() -> None:
     parser.add_argument('--width', type=int, default=2048, help='width of each (default: 2048)')
     parser.add_argument('--ranks', type=int, default=2, help='processes (default: 2)')
     parser.add_argument('--times', type=int, default=6, help='saves of each kind, whose median counts')
+    parser.add_argument(
+        '--starts', type=int, default=1, help='processes one after another, whose median ratio counts (default: 1)'
+    )
+    parser.add_argument('--stream', action='store_true', help='leave out what Composer itself writes under DeepSpeed')
     options = parser.parse_args()
     table = Table(
         title=f'AdamW, {options.layers} x Linear({options.width}), {options.ranks} ranks; MiB beyond the start'
@@ -33,6 +38,7 @@ def main() -> None:
         'time',
         'torch.save',
         'ratio',
+        'of all starts',
         'rank 0',
         'others',
         'load',
@@ -40,29 +46,43 @@ def main() -> None:
     ):
         table.add_column(column, justify='left' if column in ('strategy', 'written by') else 'right')
     for strategy in (None, 'zero1', 'zero2', 'zero2-cpu', 'zero3', 'zero3-cpu'):
-        for by_composer in (True, False) if strategy else (True,):
-            with tempfile.TemporaryDirectory() as folder, RankPool(options.ranks, timeout_sec=600) as pool:
-                arguments = (
-                    strategy and STRATEGIES[strategy],
-                    f'{folder}/checkpoint.pt',
-                    options.layers,
-                    options.width,
-                )
-                saved = pool.run(saving_cases.save, *arguments, options.times, by_composer)
-                loaded = pool.run(saving_cases.load, *arguments)
+        for by_composer in _writers(strategy, options.stream):
+            starts = [_measured(strategy, by_composer, options) for _ in range(options.starts)]
+            saved, loaded = starts[0]
+            ratios = [of_ranks[0]['time_sec'] / of_ranks[0]['torch_sec'] for of_ranks, _ in starts]
             table.add_row(
                 strategy or 'plain Composer',
                 'Composer' if by_composer else 'a stream',
                 f'{saved[0]["file_bytes"] / MIB:.0f}',
                 f'{saved[0]["time_sec"]:.2f} s',
                 f'{saved[0]["torch_sec"]:.2f} s',
-                f'{saved[0]["time_sec"] / saved[0]["torch_sec"]:.2f}',
+                f'{statistics.median(ratios):.2f}',
+                f'{min(ratios):.2f}-{max(ratios):.2f}',
                 f'{saved[0]["peak_bytes"] / MIB:.0f}',
                 f'{max(found["peak_bytes"] for found in saved[1:]) / MIB:.0f}' if saved[1:] else '-',
                 f'{max(found["peak_bytes"] for found in loaded) / MIB:.0f}',
                 f'{max(found["built_bytes"] for found in loaded) / MIB:.0f}',
             )
     Console(width=120).print(table)
+
+
+def _writers(strategy: str | None, stream: bool) -> list[bool]:
+    if strategy is None:
+        return [True]
+    return [False] if stream else [True, False]
+
+
+def _measured(strategy: str | None, by_composer: bool, options: argparse.Namespace) -> list[list[dict[str, float]]]:
+    """Save and load in processes of their own; what each rank measured."""
+    with tempfile.TemporaryDirectory() as folder, RankPool(options.ranks, timeout_sec=600) as pool:
+        arguments = (
+            strategy and STRATEGIES[strategy],
+            f'{folder}/checkpoint.pt',
+            options.layers,
+            options.width,
+        )
+        saved = pool.run(saving_cases.save, *arguments, options.times, by_composer)
+        return [saved, pool.run(saving_cases.load, *arguments)]
 
 
 if __name__ == '__main__':

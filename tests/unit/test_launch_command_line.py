@@ -60,6 +60,11 @@ def test_overrides_may_stand_anywhere(file, capsys):
     assert 'x = ' in message and 'z = 2' in message
 
 
+def test_the_rank_that_deepspeeds_launcher_adds_is_taken(file, capsys):
+    assert main(['--local_rank=1', '-f', file, 'data.samples=0']) == 2
+    assert 'data: the training data is empty: 0 samples' in capsys.readouterr().err
+
+
 def test_help_explains_with_examples(capsys):
     with pytest.raises(SystemExit) as caught:
         main(['--help'])
