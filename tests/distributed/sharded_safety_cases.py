@@ -124,7 +124,8 @@ def listing(folder: str) -> list[str]:
 class NoRoom:
     """Lets one function of the writer find no room on these ranks, as the operating system says it."""
 
-    def __init__(self, phase: str, ranks: list[int], limit_bytes: int):
+    def __init__(self, folder: str, batch: int, phase: str, ranks: list[int], limit_bytes: int):
+        self.latest, self.before = pathlib.Path(folder, 'latest'), f'-ba{batch - 1}'
         self.limit = (limit_bytes, resource.RLIM_INFINITY)
         self.ranks = ranks
         module, _, self.name = phase.rpartition('.')
@@ -132,6 +133,9 @@ class NoRoom:
         self.patch: Any = None
 
     def __call__(self) -> None:
+        # The save of the batch before may still be under way in the background.
+        while not self.latest.read_text().strip().endswith(self.before):
+            time.sleep(0.01)
         self.patch = mock.patch(self.place)
         original = self.patch.get_original()[0]
         self.patch.start().side_effect = lambda *args, **kwargs: self._limited(original, *args, **kwargs)
@@ -148,7 +152,7 @@ class NoRoom:
 
 def no_room(folder: str, phase: str, ranks: list[int], limit_bytes: int, asynchronous: bool = False) -> dict[str, Any]:
     """A save at batch 3 that finds no room; the same Trainer goes on, and so does another one that resumes."""
-    limit = NoRoom(phase, ranks, limit_bytes)
+    limit = NoRoom(folder, 3, phase, ranks, limit_bytes)
     losses = Losses()
     trainer = trainer_of([At('batch_checkpoint', 3, limit), saver_of(folder, asynchronous=asynchronous), losses])
     error = error_of(trainer.fit)
@@ -164,7 +168,7 @@ def no_room(folder: str, phase: str, ranks: list[int], limit_bytes: int, asynchr
 
 def fails_last(folder: str) -> tuple[str, str, float]:
     """The last save fails in the background: there is no next one that could say so."""
-    limit = NoRoom('writing.save', [1], 100)
+    limit = NoRoom(folder, LAST, 'writing.save', [1], 100)
     trainer = trainer_of([At('batch_checkpoint', LAST, limit), saver_of(folder, asynchronous=True)])
     try:
         return error_of(trainer.fit)
