@@ -15,7 +15,8 @@ ZERO_2_AND_3 = ['zero2', 'zero3-cut']
 TOLERANCE = {'WeightStandardization': 1e-5}
 
 
-@pytest.mark.parametrize('world_size', [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize('world_size', [1, 2])
 def test_weights_equal_plain_composer(ranks, world_size: int):
     names = sorted(ONE_RANK) if world_size == 1 else [name for name in CASES if name not in ONE_RANK]
     for rank, results in enumerate(ranks(world_size).run(algorithm_cases.compare, names)):

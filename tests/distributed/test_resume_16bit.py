@@ -72,6 +72,7 @@ def test_a_run_resumes_exactly(ranks, tmp_path, world_size: int, strategy: str, 
         _check_exact(whole, resumed)
 
 
+@pytest.mark.slow
 def test_masters_and_moments_pass_unrounded_from_any_strategy_and_precision_to_any_other(ranks, tmp_path):
     places = [(1, 'zero1'), (2, 'zero2-cpu'), (2, 'zero3-cut')]
     folders = [str(tmp_path / str(number)) for number in range(len(places))]

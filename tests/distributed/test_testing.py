@@ -152,6 +152,7 @@ def test_pool_keeps_its_processes_and_recovers_after_a_failure():
     assert not any(exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_one_rank_raising_is_reported_at_once(two_ranks):
     two_ranks.run(pid_and_calls)
     pids = two_ranks.pids
@@ -168,6 +169,7 @@ def test_one_rank_raising_is_reported_at_once(two_ranks):
     assert not any(exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_time_limit_and_shows_where():
     start = time.monotonic()
     with RankPool(world_size=2, timeout_sec=3) as pool:
@@ -199,6 +201,7 @@ def test_an_exception_that_cannot_be_pickled_still_shows_its_traceback(two_ranks
     assert caught.value.exceptions == {}
 
 
+@pytest.mark.slow
 def test_ranks_that_ran_different_collectives_do_not_spoil_the_next_call(two_ranks):
     with pytest.raises(RanksFailed, match='did not take part in the same collectives'):
         two_ranks.run(collective_on_rank_0_only)
@@ -236,7 +239,11 @@ print(*pool.pids, flush=True)
 """
 
 
-@pytest.mark.parametrize('last_line', ['pass', 'os.kill(os.getpid(), signal.SIGKILL)'], ids=['forgotten', 'killed'])
+@pytest.mark.parametrize(
+    'last_line',
+    ['pass', pytest.param('os.kill(os.getpid(), signal.SIGKILL)', marks=pytest.mark.slow)],
+    ids=['forgotten', 'killed'],
+)
 def test_ranks_end_with_their_parent(last_line):
     command = [sys.executable, '-c', PARENT.format(last_line=last_line)]
     root = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from tests.distributed.window_cases import ACCUMULATION, LR, UPDATES
 TOLERANCE = 1e-6
 
 
-@pytest.fixture(scope='module', params=[1, 2])
+@pytest.fixture(scope='module', params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def accumulated(request: pytest.FixtureRequest, ranks) -> dict[str, dict[str, Any]]:
     """What each way of accumulating gave on rank 0; the others agree."""
     pool = ranks(request.param)

@@ -58,7 +58,7 @@ class TestData:
             build(ModelConfig(pretrained=str(tmp_path)), DataConfig(max_samples=200))
 
 
-@pytest.mark.parametrize('lora', [False, True], ids=['all weights', 'LoRA'])
+@pytest.mark.parametrize('lora', [pytest.param(False, marks=pytest.mark.slow), True], ids=['all weights', 'LoRA'])
 def test_zero_3_trains_answers_and_exports_as_plain_composer(two_ranks, folder, tmp_path, lora):
     if lora:
         pytest.importorskip('peft')

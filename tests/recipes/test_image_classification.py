@@ -22,6 +22,7 @@ class TestWithImages:
     def _images(self):
         pytest.importorskip('sklearn', reason='scikit-learn ships the images')
 
+    @pytest.mark.slow
     def test_zero_1_reaches_the_accuracy_of_plain_composer(self, two_ranks):
         plain, _ = two_ranks.run(classify_images, None)
         results = two_ranks.run(classify_images, 1)

@@ -33,6 +33,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_64_microbatches_of_one_train_as_plain_composer_with_whole_batches(one_rank, folder):
     def run(name: str, *overrides: str) -> dict[str, torch.Tensor]:
         saver = f'callbacks.consolidated_weights_saver={{folder: {folder}, filename: {name}, interval: 1dur}}'

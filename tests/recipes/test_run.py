@@ -87,6 +87,7 @@ def assert_trained(folder: Path, world_size: int) -> None:
         assert not torch.equal(written[name], start[name]), f'{name} did not move'
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_log_one_offline_run(folder):
     code, output = run(COMPOSER_2, folder, '-f', 'run.yaml')
     assert code == 0, output

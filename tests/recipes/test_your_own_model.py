@@ -34,6 +34,7 @@ def reader(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands(reader):
     """Under the launcher once; the check needs no ranks."""
     check, circles, parts = [command for block in blocks(PAGE, 'bash') for command in commands(block)]
