@@ -58,11 +58,13 @@ benchmark: $(STAMP) ## time and memory of saving, loading, exporting and monitor
 soak: $(STAMP) ## hundreds of random combinations of settings, against plain Composer
 	COMPOSER_DS_EXAMPLES=400 python -m pytest --timeout 3600 tests/distributed/test_random_settings.py $(ARGS)
 
-newest: $(STAMP) ## run the tests of several ranks in a second environment, with the newest torch
+newest: $(STAMP) ## run the tests in a second environment, with the newest torch and with streaming
 	[ -x .venv-newest/bin/python ] || uv venv --python $(VENV)/bin/python .venv-newest
-	uv pip install --python .venv-newest/bin/python -e '.[dev]' --override overrides.txt
+	uv pip install --python .venv-newest/bin/python -e '.[dev]' mosaicml-streaming \
+	    --override overrides.txt --override overrides-streaming.txt
 	PATH="$(abspath .venv-newest)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(abspath .venv-newest)/torch_extensions \
-	    .venv-newest/bin/python -m pytest -m 'not slow' tests/unit tests/distributed $(ARGS)
+	    .venv-newest/bin/python -m pytest -m 'not slow' tests/unit tests/distributed \
+	    tests/recipes/test_text_stream.py $(ARGS)
 
 docs: $(STAMP) ## build docs/_build/html/index.html
 	sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html

@@ -8,7 +8,7 @@ from typing import Any
 from composer.core import DataSpec
 from composer.core.data_spec import default_split_batch
 from composer.utils import dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 __all__ = ['batch_size_problems', 'build_dataloader', 'split_problems']
 
@@ -58,7 +58,7 @@ def split_problems(split: str, num_samples: int, remedy: str) -> list[str]:
 
 
 def build_dataloader(
-    dataset: Sequence[Any],
+    dataset: Sequence[Any] | Dataset[Any],
     collate: Callable[[list[Any]], Any] | None,
     *,
     batch_size: int,
@@ -74,7 +74,8 @@ def build_dataloader(
     ``DistributedSampler`` repeats up to ``world size - 1`` samples there to give every rank as many as the others.
 
     Args:
-        dataset (Sequence[Any]): Samples, the same on every rank, at least one for each rank.
+        dataset (Sequence[Any] | Dataset[Any]): Samples, the same on every rank, at least one for each rank. An iterable
+            data set deals its samples out to the ranks itself, and shuffles them.
         collate (Callable[[list[Any]], Any] | None): Makes a batch of a list of samples: a mapping or a sequence of
             tensors. ``None`` takes torch's own.
         batch_size (int): Samples per batch of this rank.
@@ -86,11 +87,13 @@ def build_dataloader(
     Returns:
         DataSpec: The dataloader as Composer takes it. The last batch may be short.
     """
-    sampler = dist.get_sampler(
-        dataset,  # pyright: ignore[reportArgumentType]  (a sequence is all that torch asks for)
-        shuffle=shuffle_seed is not None,
-        seed=shuffle_seed or 0,
-    )
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = dist.get_sampler(
+            dataset,  # pyright: ignore[reportArgumentType]  (a sequence is all that torch asks for)
+            shuffle=shuffle_seed is not None,
+            seed=shuffle_seed or 0,
+        )
     dataloader = DataLoader(
         dataset,  # pyright: ignore[reportArgumentType]
         batch_size=batch_size,

@@ -17,7 +17,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 from composer_ds.errors import ConfigError
 from recipes.causal_lm_model import LanguageModel
 from recipes.dataloaders import batch_size_problems, build_dataloader, split_problems
-from recipes.packed_text import collate, count_tokens, pack, read_paragraphs, split_paragraphs
+from recipes.packed_text import collate, count_tokens, encode, pack, read_paragraphs, split_paragraphs
 from recipes.task import Task
 
 __all__ = ['DataConfig', 'ModelConfig', 'build']
@@ -51,6 +51,9 @@ class DataConfig(BaseModel, extra='forbid'):
 
     Args:
         path (str | None): A text file in UTF-8; ``None`` takes what ``help()`` tells about Python itself.
+        stream (str | None): A folder or URI that ``python -m recipes.text_stream`` has written, in the place of a text;
+            needs ``mosaicml-streaming``. ``validation_fraction`` and ``seed`` are then without effect.
+        stream_cache (str | None): The folder, on a disk of each node, for what is downloaded from a URI.
         sequence_length (int): Tokens of a sequence, into which paragraphs are packed.
         global_batch_size (int): Sequences per optimizer step over all ranks.
         eval_batch_size (int): Sequences per evaluation batch of each rank.
@@ -62,6 +65,8 @@ class DataConfig(BaseModel, extra='forbid'):
     """
 
     path: str | None = None
+    stream: str | None = None
+    stream_cache: str | None = None
     sequence_length: Annotated[int, Field(ge=2)] = 256
     global_batch_size: PositiveInt = 32
     eval_batch_size: PositiveInt = 32
@@ -86,13 +91,11 @@ def build(model: ModelConfig, data: DataConfig) -> Task:
         ConfigError: On every rank, with all problems of the sections at once.
     """
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    parts = split_paragraphs(
-        read_paragraphs(data.path)[: data.max_paragraphs], seed=data.seed, validation_fraction=data.validation_fraction
-    )
-    train, validation = (pack((_encode(text, tokenizer) for text in part), data.sequence_length) for part in parts)
+    train, validation = _samples(data, tokenizer)
+    num_train = len(train) if data.stream is None else train.num_samples
     problems = [
         *batch_size_problems(data.global_batch_size),
-        *split_problems('train', len(train), 'give a longer text or lower data.validation_fraction'),
+        *split_problems('train', num_train, 'give a longer text or lower data.validation_fraction'),
         *split_problems('validation', len(validation), 'give a longer text or raise data.validation_fraction'),
     ]
     if model.d_model % (2 * model.num_heads):
@@ -123,13 +126,47 @@ def build(model: ModelConfig, data: DataConfig) -> Task:
     )
 
 
-def _encode(text: str, tokenizer: ByT5Tokenizer) -> list[int]:
-    """Does what the tokenizer does, a hundred times faster, with the end token at the start as well.
-
-    From it the first byte of a paragraph is predicted.
-    """
-    end: Any = tokenizer.eos_token_id
-    return [end, *(byte + tokenizer.offset for byte in text.encode()), end]
+def _samples(data: DataConfig, tokenizer: ByT5Tokenizer) -> tuple[Any, Any]:
+    """Packed sequences to train on, and those for validation."""
+    if data.stream is None:
+        parts = split_paragraphs(
+            read_paragraphs(data.path)[: data.max_paragraphs],
+            seed=data.seed,
+            validation_fraction=data.validation_fraction,
+        )
+        train, validation = (pack((encode(text, tokenizer) for text in part), data.sequence_length) for part in parts)
+        return train, validation
+    problems = [
+        f'data.{name} is {getattr(data, name)!r}, and with data.stream that was decided when the stream was written. '
+        f'Write data.{name}=null, or data.stream=null.'
+        for name in ('path', 'max_paragraphs')
+        if getattr(data, name) is not None
+    ]
+    try:
+        from recipes.text_stream import InOrder, open_split
+    except ImportError as error:
+        problems.append(
+            f'data.stream needs mosaicml-streaming ({error}); docs/recipes.md says how to install it beside '
+            'transformers 5.'
+        )
+    if problems:
+        raise ConfigError(problems)
+    train, validation = (
+        open_split(
+            data.stream,
+            split,
+            cache=data.stream_cache,
+            sequence_length=data.sequence_length,
+            batch_size=batch_size,
+            shuffle=split == 'train',
+            shuffle_seed=data.shuffle_seed,
+        )
+        for split, batch_size in (
+            ('train', max(1, data.global_batch_size // dist.get_world_size())),
+            ('validation', data.eval_batch_size),
+        )
+    )
+    return train, InOrder(validation)
 
 
 def _network(model: ModelConfig, tokenizer: ByT5Tokenizer, sequence_length: int) -> LlamaForCausalLM:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import ByT5Tokenizer
 
 from composer_ds.errors import ConfigError
 
-__all__ = ['IGNORED_LABEL', 'collate', 'count_tokens', 'pack', 'read_paragraphs', 'split_paragraphs']
+__all__ = ['IGNORED_LABEL', 'collate', 'count_tokens', 'encode', 'pack', 'read_paragraphs', 'split_paragraphs']
 
 IGNORED_LABEL = -100  # the loss of Hugging Face models skips it
 
@@ -63,6 +65,20 @@ def split_paragraphs(
     random.Random(seed).shuffle(shuffled)
     held_out = round(validation_fraction * len(shuffled))
     return shuffled[held_out:], shuffled[:held_out]
+
+
+def encode(text: str, tokenizer: ByT5Tokenizer) -> list[int]:
+    """Does what the tokenizer does, a hundred times faster, with the end token at the start as well.
+
+    Args:
+        text (str): A paragraph.
+        tokenizer (ByT5Tokenizer): Whose tokens are bytes.
+
+    Returns:
+        list[int]: From the first one, the end token, the first byte is predicted.
+    """
+    end: Any = tokenizer.eos_token_id
+    return [end, *(byte + tokenizer.offset for byte in text.encode()), end]
 
 
 def pack(paragraphs: Iterable[Sequence[int]], sequence_length: int) -> list[list[list[int]]]:

@@ -57,6 +57,7 @@ NOT_RUN_HERE = {
     r'(composer|torchrun|deepspeed|python) .*train\.py': f'{LAUNCHING}; the script itself: test_the_quickstart',
     r'composer .*--node_rank.*': LAUNCHING,
     r'export MASTER_ADDR=.*|srun .*': 'needs Slurm',
+    r'.* (recipes\.text_stream .*|data\.stream=my_stream)': 'tests/recipes/test_text_stream.py',
 }
 COMMANDS = dict.fromkeys(
     command

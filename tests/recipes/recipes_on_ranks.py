@@ -93,6 +93,19 @@ def classify_images(zero_stage: int | None) -> dict[str, Any]:
 TINY_GPT: dict[str, Any] = {'d_model': 16, 'd_ff': 24, 'num_layers': 2, 'num_heads': 2}
 
 
+def train_gpt_from_stream(stream: str, zero_stage: int | None, **trainer: Any) -> dict[str, Any]:
+    """As below, with batches that streaming reads."""
+    return train(
+        gpt,
+        gpt.ModelConfig(**TINY_GPT),
+        gpt.DataConfig(stream=stream, sequence_length=64, global_batch_size=12, eval_batch_size=12),
+        zero_stage=zero_stage,
+        optimizer=(torch.optim.SGD, {'lr': 0.5, 'momentum': 0.9}),
+        accumulate_train_batch_on_tokens=True,
+        **trainer,
+    )
+
+
 def train_gpt(zero_stage: int | None, *, partitioned_init: bool = False, **trainer: Any) -> dict[str, Any]:
     """Five optimizer steps of 12 sequences; the packing puts those with few labels last."""
     return train(
