@@ -27,7 +27,7 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12)
 HEADERS := import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
 STAMP := $(VENV)/.complete
 
-.PHONY: help setup mt5 test slow kills matrix benchmark soak newest docs lint ruff pyright pydoclint format ci constraints clean
+.PHONY: help setup mt5 test slow long kills matrix benchmark soak newest docs lint ruff pyright pydoclint format ci constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,11 +39,14 @@ setup: $(STAMP) ## create the virtual environment in .venv
 mt5: $(STAMP) ## train mT5 on the CMU Pronouncing Dictionary with N ranks
 	composer -n $(N) run.py -f yamls/mt5.yaml $(ARGS)
 
-test: $(STAMP) ## run the tests, but the slow ones: about 12 minutes
-	python -m pytest -m 'not slow' $(ARGS)
+test: $(STAMP) ## run the tests, but the slow and long ones: less than 10 minutes
+	python -m pytest -m 'not slow and not long' $(ARGS)
 
-slow: $(STAMP) ## run the slow tests: about 6 minutes
+slow: $(STAMP) ## run the slow tests: about 8 minutes
 	python -m pytest -m slow $(ARGS)
+
+long: $(STAMP) ## run the tests of launchers, of two nodes, and of the commands in the docs: about 5 minutes
+	python -m pytest -m long $(ARGS)
 
 kills: $(STAMP) ## kill training at 180 random moments, and resume after each
 	COMPOSER_DS_KILLS='60 20' python -m pytest --timeout 1800 -s tests/distributed/test_checkpoint_safety.py -k random_moments $(ARGS)
@@ -63,7 +66,7 @@ newest: $(STAMP) ## run the tests in a second environment, with the newest torch
 	uv pip install --python .venv-newest/bin/python -e '.[dev]' mosaicml-streaming \
 	    --override overrides.txt --override overrides-streaming.txt
 	PATH="$(abspath .venv-newest)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(abspath .venv-newest)/torch_extensions \
-	    .venv-newest/bin/python -m pytest -m 'not slow' tests/unit tests/distributed \
+	    .venv-newest/bin/python -m pytest -m 'not slow and not long' tests/unit tests/distributed \
 	    tests/recipes/test_text_stream.py $(ARGS)
 
 docs: $(STAMP) ## build docs/_build/html/index.html

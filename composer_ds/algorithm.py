@@ -56,6 +56,7 @@ from composer_ds.launchers import complete_environment
 from composer_ds.optimizers import is_composers_default, optimizer_from_section
 from composer_ds.ownership import Plan
 from composer_ds.plan_record import log_record
+from composer_ds.process_groups import forget_destroyed_groups
 from composer_ds.resumption import LoadSharded, load_what_is_chosen, read_load_sharded, refuse_two_checkpoints
 from composer_ds.trainer_facts import agreed_plan, check_still_frozen, check_still_ours, facts_of
 from composer_ds.trainer_frame import place_of_autoresume
@@ -182,6 +183,8 @@ class DeepSpeed(Algorithm):
         refuse_two_checkpoints(self.load_sharded)
         # The Trainer itself starts no process group on one rank.
         dist.initialize_dist(state.device)
+        forget_destroyed_groups()
+        forget_destroyed_groups()
         self.plan = plan = agreed_plan(self.settings, facts_of(state, self._optimizer_from_section))
         for note in plan.notes:
             announce(note)

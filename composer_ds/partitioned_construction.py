@@ -23,6 +23,7 @@ from composer_ds.engine import check_environment
 from composer_ds.errors import ComposerDSError, ConfigError
 from composer_ds.facts import Settings, mapping, offload_device
 from composer_ds.partitioned_parameters import PARTITION_SETTINGS
+from composer_ds.process_groups import forget_destroyed_groups
 
 __all__ = ['is_building', 'partitioned_init']
 
@@ -69,6 +70,8 @@ def partitioned_init(
         return
     check_environment()
     dist.initialize_dist(device)
+    forget_destroyed_groups()
+    forget_destroyed_groups()
     zero = {key: settings.zero[key] for key in PARTITION_SETTINGS if settings.zero.get(key, 'auto') != 'auto'}
     if settings.offload('offload_param') == 'cpu':
         given = mapping(settings.zero.get('offload_param'))

@@ -339,7 +339,8 @@ def save_by_trainer(folder: str, stage: int) -> dict[str, Any]:
     """Train and save with Hugging Face's Trainer itself."""
     from transformers import Trainer, TrainingArguments
 
-    zero = {'stage': stage, **(_CUT if stage == 3 else {})}
+    # Without the weights in 16 bits, transformers 5.24 removes a file of its own on both ranks at once.
+    zero = {'stage': stage, 'stage3_gather_16bit_weights_on_model_save': True, **(_CUT if stage == 3 else {})}
     ds_config = {
         'train_micro_batch_size_per_gpu': 'auto',
         'zero_optimization': zero,

@@ -91,7 +91,7 @@ def test_targets_of_make():
     assert TARGETS and {shlex.split(command)[1] for command in TARGETS} <= set(targets)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_commands(two_ranks, one_rank, clone):
     """In the order of a reader: first those that train, then those that look at what was trained."""
     assert len(RUNS) >= 4 and len(OTHERS) >= 10
@@ -115,12 +115,12 @@ def test_commands(two_ranks, one_rank, clone):
             assert done.returncode == 0 and done.stdout, (command, done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quickstart(tmp_path):
     (script,) = blocks(ROOT / 'docs' / 'quickstart.md', 'python')
     (tmp_path / 'train.py').write_text(script.text)
     launcher = [str(Path(sys.executable).parent / 'composer'), '-n', '2', 'train.py']
-    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu'}
+    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'COLUMNS': '300'}  # for bars that show every metric
     done = subprocess.run(
         launcher, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=180, check=False
     )

@@ -92,7 +92,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('launcher', LAUNCHERS)
 def test_other_launchers(two_ranks, launcher: str, tmp_path):
     """Autoresume needs NODE_RANK, which neither of them sets."""
@@ -111,7 +111,7 @@ def test_other_launchers(two_ranks, launcher: str, tmp_path):
         _assert_alike(json.loads(found[1]), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(6 * LIMIT_SEC)
 def test_training_saving_and_resuming_with_disks_of_their_own(nodes, two_ranks, tmp_path):
     half, whole = (two_ranks.run(launched_job.train, 'plain', duration)[0] for duration in ('4ba', '6ba'))

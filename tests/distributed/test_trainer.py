@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from composer_ds.testing import RankPool
 from tests.distributed import trainer_cases
 
 SOME = ['zero1', 'zero2-cpu', 'zero3-cut', 'zero3-cut-cpu-params']
@@ -42,6 +43,14 @@ def test_trainers_one_after_the_other_on_one_model(ranks, world_size: int):
     expected = ranks(world_size).run(trainer_cases.trainers_in_a_row, [None] * len(chain))[0]
     for found in ranks(world_size).run(trainer_cases.trainers_in_a_row, chain):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_runs_with_a_process_group_of_their_own():
+    with RankPool(world_size=1, timeout_sec=120) as pool:
+        for strategy in ('zero2', 'zero3-cut'):
+            ((first, second),) = pool.run(trainer_cases.in_a_process_group_after_another, strategy)
+            torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
 def test_every_mistake_is_a_clear_error(ranks):

@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from composer_ds import ComposerDSError, ConfigError, DeepSpeed, ModelOutputError, TrainingError, make_whole
+from composer_ds import (
+    ComposerDSError,
+    ConfigError,
+    DeepSpeed,
+    ModelOutputError,
+    TrainingError,
+    make_whole,
+    partitioned_init,
+)
 from tests.distributed.parity_cases import OPTIMIZERS, STRATEGIES, FindUnusedParameters, weights_of
 
 
@@ -165,6 +173,21 @@ def trainers_in_a_row(strategies: list[str | None]) -> dict[str, torch.Tensor]:
         assert len(model._forward_hooks) == 0
         torch.testing.assert_close(weights_of(trainer), weights, rtol=0, atol=0)
     return weights
+
+
+def in_a_process_group_after_another(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What two runs train alike, each of which begins without a process group, as in a notebook."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(17)
+        with partitioned_init(**STRATEGIES[strategy]):
+            model = Classifier()
+        trainer = _trainer(strategy, model, optimizer='sgd', max_duration='3ba')
+        trainer.fit()
+        found.append(weights_of(trainer))
+        trainer.close()
+        torch.distributed.destroy_process_group()
+    return found[0], found[1]
 
 
 class _Opaque:

@@ -34,7 +34,7 @@ def reader(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands(reader):
     """Under the launcher once; the check needs no ranks."""
     check, circles, parts = [command for block in blocks(PAGE, 'bash') for command in commands(block)]
@@ -45,7 +45,7 @@ def test_the_commands(reader):
     assert 'ZeRO stage  2' in output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_of_your_own(reader):
     code, output = run([str(BIN / 'composer'), '-n', '2'], reader, '-f', 'parts.yaml', 'train.device=cpu')
     assert code == 0, output
