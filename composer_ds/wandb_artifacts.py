@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer.callbacks import CheckpointSaver
-from composer.utils import format_name_with_dist
+from composer.utils import format_name_with_dist_and_time
 
 from composer_ds.callbacks.sharded_checkpoint_saver import ShardedCheckpointSaver
-from composer_ds.sharded.manifest import MANIFEST, read_manifest
-from composer_ds.sharded.remote import RemoteFolder
 
 if TYPE_CHECKING:
-    from composer.core import State
+    from composer.core import State, Timestamp
 
 __all__ = ['CheckpointReferences']
 
@@ -43,35 +41,37 @@ class CheckpointReferences:
         """
         import wandb
 
-        for path, epoch, batch in self._saved(state):
+        for path, time in self._saved(state):
+            epoch, batch = time.epoch.value, time.batch.value
             name = re.sub(r'[^a-zA-Z0-9._-]', '.', f'{state.run_name}-checkpoint')  # all that W&B allows
             artifact = wandb.Artifact(name, 'model', metadata={'epoch': epoch, 'batch': batch, 'path': path})
             # A checksum would be that of the content, which may be large or far away.
             artifact.add_reference(path if '://' in path else Path(path).resolve().as_uri(), checksum=False)
             yield artifact, ['latest', f'ep{epoch}-ba{batch}']
 
-    def _saved(self, state: State) -> Iterator[tuple[str, int, int]]:
+    def _saved(self, state: State) -> Iterator[tuple[str, Timestamp]]:
         for callback in state.callbacks:
             if isinstance(callback, CheckpointSaver):
-                yield from self._files(callback)
+                found = _files(callback, state)
             elif isinstance(callback, ShardedCheckpointSaver):
-                yield from self._sharded(callback, state)
+                found = list(callback.complete)
+            else:
+                continue
+            for path, time in found:
+                if path not in self._seen:
+                    self._seen.add(path)
+                    yield path, time
 
-    def _files(self, saver: CheckpointSaver) -> Iterator[tuple[str, int, int]]:
-        for path, time in saver.all_saved_checkpoints_to_timestamp.items():
-            if path not in self._seen and Path(path).exists():
-                self._seen.add(path)
-                yield path, time.epoch.value, time.batch.value
 
-    def _sharded(self, saver: ShardedCheckpointSaver, state: State) -> Iterator[tuple[str, int, int]]:
-        # What is in an object store cannot be told from here: the local copy is removed.
-        folder = format_name_with_dist(saver.folder, state.run_name)
-        if RemoteFolder.is_one(folder):
-            return
-        # Complete ones have a manifest; a save in the background gets it later.
-        for manifest in Path(folder).glob(f'*/{MANIFEST}'):
-            path = manifest.parent
-            if str(path) not in self._seen:
-                self._seen.add(str(path))
-                time = read_manifest(path).time
-                yield str(path), time['epoch'], time['batch']
+def _files(saver: CheckpointSaver, state: State) -> list[tuple[str, Timestamp]]:
+    """What Composer's saver has saved: files that are there, or where in an object store they are uploaded to."""
+    saved, uploader, remote_name = (
+        saver.all_saved_checkpoints_to_timestamp,
+        saver.remote_uploader,
+        saver.remote_file_name,
+    )
+    if uploader is None or remote_name is None:
+        return [(path, time) for path, time in saved.items() if Path(path).exists()]
+    store = f'{uploader.remote_backend_name}://{uploader.remote_bucket_name}'
+    names = (format_name_with_dist_and_time(remote_name.filename, state.run_name, time) for time in saved.values())
+    return [(f'{store}/{name.lstrip("/")}', time) for name, time in zip(names, saved.values(), strict=True)]

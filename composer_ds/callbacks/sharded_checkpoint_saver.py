@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 from composer import Callback
-from composer.core import Event, State, Time
+from composer.core import Event, State, Time, Timestamp
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist, format_name_with_dist, format_name_with_dist_and_time
 
@@ -103,6 +103,8 @@ class ShardedCheckpointSaver(Callback):
         self._saved_at = -1
         self.last_saved: str | None = None
         """The newest complete checkpoint of this run."""
+        self.complete: list[tuple[str, Timestamp]] = []
+        """Folder or URI of each checkpoint that this saver has written, and when in training; rotated ones, too."""
 
     @property
     def group(self) -> torch.distributed.ProcessGroup:
@@ -238,13 +240,13 @@ class ShardedCheckpointSaver(Callback):
         remote = self._remote(state)
         if self.asynchronous:
             self._thread = self._thread or ThreadPoolExecutor(1, 'sharded checkpoint')
-            self._writing = self._thread.submit(self._write, save, remote, self._saved_at, started, stalled_sec)
+            self._writing = self._thread.submit(self._write, save, remote, state.timestamp, started, stalled_sec)
         else:
-            self._write(save, remote, self._saved_at, started, None)
+            self._write(save, remote, state.timestamp, started, None)
         return save.folder
 
     def _write(
-        self, save: Save, remote: RemoteFolder | None, batch: int, started: float, stalled_sec: float | None
+        self, save: Save, remote: RemoteFolder | None, at: Timestamp, started: float, stalled_sec: float | None
     ) -> None:
         save.write()
         if remote is not None:
@@ -253,7 +255,9 @@ class ShardedCheckpointSaver(Callback):
             rotate(save.folder, self.num_checkpoints_to_keep)
         # Ranks that leave while others still use the group would break it.
         torch.distributed.barrier(self.group)
-        place = save.folder if remote is None else f'{remote.uri}/{save.folder.name}'
+        place = str(save.folder) if remote is None else f'{remote.uri}/{save.folder.name}'
+        self.complete.append((place, at))
+        batch = at.batch.value
         self.last_saved = f'{place} (batch {batch})'
         stalled = '' if stalled_sec is None else f'; training waited {describe_duration(stalled_sec)}'
         announce_saved('the sharded checkpoint', place, batch, save.size_bytes, started, stalled)

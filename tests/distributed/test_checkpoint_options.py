@@ -21,6 +21,7 @@ def _assert_alike(found: Any, expected: Any, where: str) -> None:
             assert found[name] == value, f'{where}: {name}'
 
 
+@pytest.mark.slow
 def test_saving_and_loading(two_ranks, tmp_path):
     saved = two_ranks.run(option_cases.saving, None, str(tmp_path / 'plain'))[0]
     # Composer (0.32) deletes what is not to be saved from the live optimizer, too, and trains on without moments.

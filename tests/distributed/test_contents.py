@@ -72,6 +72,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob('*.pt')):
 """
 
 
+@pytest.mark.slow
 def test_every_tensor_is_read_by_a_process_without_deepspeed(two_ranks, tmp_path):
     for strategy in SOME_STRATEGIES:
         for kind in ('everything', 'lora'):

@@ -15,7 +15,10 @@ WAYS = [(1, None, None), (1, 'cpu', None), (2, None, None), (2, 'cpu', None),
 
 
 @pytest.mark.parametrize('dtype', [pytest.param('fp32', marks=pytest.mark.slow), 'bf16'])
-@pytest.mark.parametrize(('world_size', 'model', 'optimizer'), [(1, 'odd', 'momentum'), (2, 'large', 'adamw')])
+@pytest.mark.parametrize(
+    ('world_size', 'model', 'optimizer'),
+    [(1, 'odd', 'momentum'), pytest.param(2, 'large', 'adamw', marks=pytest.mark.slow)],
+)
 def test_every_stage_and_offload(ranks, world_size: int, model: str, optimizer: str, dtype: str):
     ds_config = {'bf16': {'enabled': True}} if dtype == 'bf16' else {}
     _assert_close(ranks(world_size), model, optimizer, [(*way, ds_config) for way in WAYS])

@@ -93,6 +93,18 @@ def test_x_axis_plan_and_checkpoints_are_in_the_run(two_ranks, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_checkpoints_in_an_object_store_are_referenced_there(two_ranks, tmp_path, s3, s3_client):
+    two_ranks.run(wandb_cases.train_into_object_store, s3, str(tmp_path), 's3://bucket/job')
+    (file,) = _lives(tmp_path)
+    referenced = [entry['ref'] for one in _of_type(file, 'artifact') for entry in one['manifest']['contents']]
+    keys = [f's3://bucket/{one["Key"]}' for one in s3_client.list_objects_v2(Bucket='bucket')['Contents']]
+    files = [key for key in keys if '/checkpoints/ep' in key and key.endswith('.pt')]
+    assert len(files) == 2
+    (sharded,) = {key.rpartition('/')[0] for key in keys if key.endswith('.distcp')}
+    assert sorted(referenced) == sorted([*files, sharded])
+
+
 def test_two_starts_in_one_second_are_two_files(tmp_path):
     """W&B names folders by the second, and would write over the first."""
     for value in range(3):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
+from unittest import mock
 
 import torch
 import wandb
@@ -11,7 +13,9 @@ from composer.loggers import InMemoryLogger
 
 from composer_ds import DeepSpeed, ShardedCheckpointSaver, WandBLogger
 from composer_ds.callbacks import DeepSpeedMonitor, ZeroMemoryMonitor
+from composer_ds.sharded import remote
 from tests.distributed.parity_cases import CASES, OPTIMIZERS
+from tests.distributed.sharded_safety_cases import s3
 
 
 class Breaks(Callback):
@@ -25,7 +29,15 @@ class Breaks(Callback):
             raise InterruptedError('a fault')
 
 
-def train(folder: str | None, duration: str, breaks_after: int = 0, references: bool = False) -> dict[str, float]:
+def train_into_object_store(url: str, folder: str, uri: str) -> None:
+    """Train a job whose checkpoints are uploaded."""
+    with s3(url), mock.patch.object(remote, '_own_folder', return_value=pathlib.Path(folder)):
+        train(folder, '4ba', references=True, checkpoints=uri)
+
+
+def train(
+    folder: str | None, duration: str, breaks_after: int = 0, references: bool = False, checkpoints: str | None = None
+) -> dict[str, float]:
     """Train a job, or go on with it; without a folder in plain Composer.
 
     Returns:
@@ -38,12 +50,13 @@ def train(folder: str | None, duration: str, breaks_after: int = 0, references: 
     options: dict[str, Any] = {'loggers': memory}
     if folder is not None:
         init_kwargs = {'mode': 'offline', 'dir': folder, 'settings': wandb.Settings(console='off', silent=True)}
-        saver = ShardedCheckpointSaver(f'{folder}/sharded', '4ba', overwrite=True)
+        checkpoints = checkpoints or folder
+        saver = ShardedCheckpointSaver(f'{checkpoints}/sharded', '4ba', overwrite=True)
         options = {
             'loggers': WandBLogger('p', init_kwargs=init_kwargs, reference_checkpoints=references),
             'algorithms': DeepSpeed(zero_stage=2, ds_config={'gradient_clipping': 0.5 if references else 0.0}),
             'callbacks': [DeepSpeedMonitor(), ZeroMemoryMonitor(1), *([saver] if references else [])],
-            'save_folder': f'{folder}/checkpoints',
+            'save_folder': f'{checkpoints}/checkpoints',
             'save_interval': '2ba',
             'autoresume': True,
         }
@@ -61,6 +74,8 @@ def train(folder: str | None, duration: str, breaks_after: int = 0, references: 
         progress_bar=False,
         **options,
     )
+    if trainer._checkpoint_saver is not None:  # Composer looks every 30 s whether an upload has ended
+        trainer._checkpoint_saver._symlink_upload_wait_before_next_try_in_seconds = 0.2
     try:
         trainer.fit()
     except InterruptedError:
