@@ -45,7 +45,7 @@ def test_autoresume(two_ranks, tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_object_stores(two_ranks, tmp_path, s3):
     expected = two_ranks.run(option_cases.autoresume, None, str(tmp_path / 'plain'))[0]
     folder = 's3://bucket/checkpoints'

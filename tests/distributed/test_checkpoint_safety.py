@@ -175,7 +175,7 @@ def test_with_one_name_for_all_the_newest_is_not_rotated_away(two_ranks, tmp_pat
     assert _batch_of(tmp_path / 'latest-rank0.pt') == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_moments(tmp_path):
     """`make kills` kills more often; what is checked after each kill stands in kill_lives.py."""
     kills = os.environ.get('COMPOSER_DS_KILLS', '6 2').split()

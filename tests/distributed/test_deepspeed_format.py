@@ -129,7 +129,7 @@ def test_fp16(two_ranks, tmp_path):
     check(two_ranks, tmp_path, 'zero2-fp16', 'adamw')
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(four_ranks, tmp_path):
     for config in ('zero1', 'zero2-bf16', 'zero1-bf16-fp32', 'zero3-cut', 'zero3-cut-cpu-params'):
         check(four_ranks, tmp_path / config, config, 'adamw')

@@ -34,7 +34,7 @@ def test_one_rank(one_rank, case: str):
     _assert_equal(one_rank, case, 'sgd', SOME_STRATEGIES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(four_ranks):
     for case in ('does-not-divide', 'sometimes'):
         _assert_equal(four_ranks, case, 'sgd', ['zero1-cpu', 'zero2', 'zero3-cut-cpu-params'])

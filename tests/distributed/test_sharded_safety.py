@@ -250,7 +250,7 @@ def _wait_for_second_batch(marker: pathlib.Path, job: subprocess.Popen, output: 
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_under_the_launcher(two_ranks, tmp_path, whole):
     """The launcher passes the signal on; told as a group, each rank hears it twice."""
     output, marker, folder = tmp_path / 'output', tmp_path / 'job', tmp_path / 'saves'

@@ -93,7 +93,7 @@ def test_x_axis_plan_and_checkpoints_are_in_the_run(two_ranks, tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_in_an_object_store_are_referenced_there(two_ranks, tmp_path, s3, s3_client):
     two_ranks.run(wandb_cases.train_into_object_store, s3, str(tmp_path), 's3://bucket/job')
     (file,) = _lives(tmp_path)

@@ -114,7 +114,7 @@ def test_two_ranks_train_and_log_one_offline_run(folder):
 
 @pytest.mark.parametrize(
     ('launcher', 'world_size'),
-    [pytest.param(COMPOSER_2, 2, marks=pytest.mark.slow), (PYTHON, 1)],
+    [pytest.param(COMPOSER_2, 2, marks=pytest.mark.long), (PYTHON, 1)],
     ids=['composer -n 2', 'python'],
 )
 def test_deepspeed_trains_from_the_yaml(folder, launcher, world_size):
@@ -125,7 +125,7 @@ def test_deepspeed_trains_from_the_yaml(folder, launcher, world_size):
     assert f'world size {world_size} = global batch {4 * world_size}' in output  # the block that DeepSpeed logs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_of_two_ranks_is_printed_once_and_ends_the_job(folder):
     code, output = run(COMPOSER_2, folder, '-f', 'run.yaml', 'data.samples=1')
     assert code == 2, output
