@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from composer_ds.cli import app
@@ -120,11 +121,13 @@ def test_the_quickstart(tmp_path):
     (script,) = blocks(ROOT / 'docs' / 'quickstart.md', 'python')
     (tmp_path / 'train.py').write_text(script.text)
     launcher = [str(Path(sys.executable).parent / 'composer'), '-n', '2', 'train.py']
-    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu', 'COLUMNS': '300'}  # for bars that show every metric
+    environment = {**os.environ, 'DS_ACCELERATOR': 'cpu'}
     done = subprocess.run(
         launcher, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    accuracy = float(re.findall(r'MulticlassAccuracy[^\d]*([\d.]+)', done.stdout + done.stderr)[-1])
-    assert accuracy > 0.9
-    assert (tmp_path / 'checkpoints' / 'latest-rank0.pt').exists()
+    weights = torch.load(tmp_path / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
+    network = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    network.load_state_dict({name.removeprefix('module.'): tensor for name, tensor in weights.items()})
+    points = torch.randn(1000, 2)
+    assert (network(points).argmax(1) == (points.norm(dim=1) < 1)).float().mean() > 0.9
