@@ -45,7 +45,7 @@ test: $(STAMP) ## run the tests, but the slow and long ones: less than 10 minute
 slow: $(STAMP) ## run the slow tests: about 8 minutes
 	python -m pytest -m slow $(ARGS)
 
-long: $(STAMP) ## run the tests of launchers, nodes, four ranks, object stores, and commands in the docs: about 8 minutes
+long: $(STAMP) ## run the tests of launchers, nodes, four ranks, object stores, and commands in the docs: about 9 minutes
 	python -m pytest -m long $(ARGS)
 
 kills: $(STAMP) ## kill training at 180 random moments, and resume after each

@@ -55,4 +55,7 @@ def train(kind: str, duration: str) -> dict[str, list[float]]:
 if __name__ == '__main__':
     # DeepSpeed's launcher puts an argument of its own before those of the script.
     found = train(*(argument for argument in sys.argv[1:] if not argument.startswith('--local_rank=')))
-    print('RESULT', dist.get_global_rank(), json.dumps(found), flush=True)
+    for rank in range(dist.get_world_size()):  # one after the other: lines would run into each other
+        if rank == dist.get_global_rank():
+            print('RESULT', rank, json.dumps(found), flush=True)
+        dist.barrier()
