@@ -184,7 +184,6 @@ class DeepSpeed(Algorithm):
         # The Trainer itself starts no process group on one rank.
         dist.initialize_dist(state.device)
         forget_destroyed_groups()
-        forget_destroyed_groups()
         self.plan = plan = agreed_plan(self.settings, facts_of(state, self._optimizer_from_section))
         for note in plan.notes:
             announce(note)

@@ -71,7 +71,6 @@ def partitioned_init(
     check_environment()
     dist.initialize_dist(device)
     forget_destroyed_groups()
-    forget_destroyed_groups()
     zero = {key: settings.zero[key] for key in PARTITION_SETTINGS if settings.zero.get(key, 'auto') != 'auto'}
     if settings.offload('offload_param') == 'cpu':
         given = mapping(settings.zero.get('offload_param'))

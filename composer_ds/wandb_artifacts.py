@@ -52,26 +52,23 @@ class CheckpointReferences:
     def _saved(self, state: State) -> Iterator[tuple[str, Timestamp]]:
         for callback in state.callbacks:
             if isinstance(callback, CheckpointSaver):
-                found = _files(callback, state)
+                found = callback.all_saved_checkpoints_to_timestamp.items()
             elif isinstance(callback, ShardedCheckpointSaver):
-                found = list(callback.complete)
+                found = callback.complete
             else:
                 continue
             for path, time in found:
-                if path not in self._seen:
+                if path not in self._seen and (place := _place(callback, path, time, state)) is not None:
                     self._seen.add(path)
-                    yield path, time
+                    yield place, time
 
 
-def _files(saver: CheckpointSaver, state: State) -> list[tuple[str, Timestamp]]:
-    """What Composer's saver has saved: files that are there, or where in an object store they are uploaded to."""
-    saved, uploader, remote_name = (
-        saver.all_saved_checkpoints_to_timestamp,
-        saver.remote_uploader,
-        saver.remote_file_name,
-    )
-    if uploader is None or remote_name is None:
-        return [(path, time) for path, time in saved.items() if Path(path).exists()]
-    store = f'{uploader.remote_backend_name}://{uploader.remote_bucket_name}'
-    names = (format_name_with_dist_and_time(remote_name.filename, state.run_name, time) for time in saved.values())
-    return [(f'{store}/{name.lstrip("/")}', time) for name, time in zip(names, saved.values(), strict=True)]
+def _place(saver: CheckpointSaver | ShardedCheckpointSaver, path: str, time: Timestamp, state: State) -> str | None:
+    """Where a checkpoint lies, or where in an object store Composer uploads it to; None where it is not yet there."""
+    if isinstance(saver, ShardedCheckpointSaver):
+        return path
+    uploader, name = saver.remote_uploader, saver.remote_file_name
+    if uploader is None or name is None:
+        return path if Path(path).exists() else None
+    key = format_name_with_dist_and_time(name.filename, state.run_name, time).lstrip('/')
+    return f'{uploader.remote_backend_name}://{uploader.remote_bucket_name}/{key}'

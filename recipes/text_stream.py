@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer
 from composer_ds.errors import ConfigError
 from recipes.packed_text import encode, pack, read_paragraphs, split_paragraphs
 
-__all__ = ['PackedStream', 'main', 'open_split', 'write']
+__all__ = ['InOrder', 'PackedStream', 'main', 'open_split', 'write']
 
 # The tokens of all paragraphs one after another, how many each paragraph has, and to which length they were packed.
 COLUMNS = {'tokens': 'ndarray:uint16', 'lengths': 'ndarray:uint32', 'sequence_length': 'int'}
